@@ -1,0 +1,84 @@
+//! The catalogue of what an operator can be told is wrong: a code, what it means, and the next step.
+//!
+//! Modules have errors of their own; whatever reaches a person (an alert, `/healthz`, a page) is one of these, so
+//! that it always carries a cause and something to do.
+
+use serde::Serialize;
+
+/// Codes are stable: they appear in alerts, in logs and in what people search for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Code {
+    EngineDown,
+    EngineCrashLoop,
+    EngineStuck,
+    PluginMissing,
+    TierOff,
+    StoreReadOnly,
+    StoreDamaged,
+    StorePlainIo,
+    PeerGone,
+    PeerDiffers,
+    JoinRefused,
+}
+
+impl Code {
+    pub const ALL: [Self; 11] = [
+        Self::EngineDown,
+        Self::EngineCrashLoop,
+        Self::EngineStuck,
+        Self::PluginMissing,
+        Self::TierOff,
+        Self::StoreReadOnly,
+        Self::StoreDamaged,
+        Self::StorePlainIo,
+        Self::PeerGone,
+        Self::PeerDiffers,
+        Self::JoinRefused,
+    ];
+
+    /// What to do, in one sentence.
+    pub fn next_step(self) -> &'static str {
+        match self {
+            Self::EngineDown => {
+                "wait: it is restarted with growing pauses; the end of log/engine.log says why it ended"
+            }
+            Self::EngineCrashLoop => "read the end of log/engine.log, mend the cause, then restart spark-kv",
+            Self::EngineStuck => "requests run but no token comes: restart spark-kv if it does not pass",
+            Self::PluginMissing => {
+                "the engine serves without the cache: look for `spark_kv_tier` in log/engine.log"
+            }
+            Self::TierOff => {
+                "the cache is off for this engine start; the cause names the check that failed. Restart to check again; please report it when it returns"
+            }
+            Self::StoreReadOnly => "free space on the drive or lower store.capacity, then restart",
+            Self::StoreDamaged => {
+                "damaged rows were skipped and are computed again; look at the drive's health (smartctl -a)"
+            }
+            Self::StorePlainIo => {
+                "raise the memlock limit (ulimit -l unlimited) or use a kernel with io_uring for full speed"
+            }
+            Self::PeerGone => "look at the other box and the cable; this box serves alone until it is back",
+            Self::PeerDiffers => {
+                "make model, vLLM version and hash seed equal on both boxes: the cause names the difference"
+            }
+            Self::JoinRefused => {
+                "make a new token with `spark-kv up` on the first box: a token works once, for an hour"
+            }
+        }
+    }
+}
+
+/// One thing that is wrong now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Fault {
+    pub code: Code,
+    /// The facts of this case, in a sentence without a full stop.
+    pub cause: String,
+}
+
+impl Fault {
+    pub fn new(code: Code, cause: impl Into<String>) -> Self {
+        Self { code, cause: cause.into() }
+    }
+}

@@ -1,0 +1,299 @@
+//! The one settings tree. Defaults < profile < file < environment < flags; every value knows where it came from.
+//!
+//! The tree below is the reference: field docs say unit, default and reason. `load` builds it and nothing else does.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::base::units::Bytes;
+
+/// All settings of one node.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    pub node: Node,
+    pub listen: Listen,
+    pub engine: Engine,
+    pub store: Store,
+    pub cluster: Cluster,
+    pub router: Router,
+    pub log: Log,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Node {
+    /// Name of this node in pages, logs and engine ids. Letters, digits, dashes. Default: the host's name.
+    pub name: String,
+    /// Folder under which everything lives. Empty: /var/lib, /etc, /run (needs root).
+    pub root: PathBuf,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Listen {
+    /// Address of the public port. Default 127.0.0.1; anything else needs `api_keys_file`.
+    pub address: String,
+    /// Public port: API under /v1, page under /, /metrics, /healthz. Default 8000. The engine takes +1, control
+    /// between nodes +2, data between nodes +3.
+    pub port: u16,
+    /// File with one API key per line (`name:key`). Empty: none, loopback only.
+    pub api_keys_file: PathBuf,
+    /// Largest request body. Default 64 MiB: a 1M-token prompt with tools is about 6 MB, images are more.
+    pub max_body: Bytes,
+    /// Most requests in flight on this node; more get 429 with Retry-After. Default 256.
+    pub max_requests: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EngineKind {
+    /// `vllm serve` out of a virtual environment.
+    Vllm,
+    /// `spark-kv mock-engine`: no model, real rows. For load, demos and faults.
+    Mock,
+    /// Somebody else starts the engine; its URL is `engine.url`.
+    Attached,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Engine {
+    pub kind: EngineKind,
+    /// Virtual environment with vLLM. Empty: the one `spark-kv up` makes in the cache folder.
+    pub venv: PathBuf,
+    /// Folder of the model. Empty with `tiny_family` set: a tiny model is made in the cache folder.
+    pub model: PathBuf,
+    /// `llama` or `lfm2`: make a tiny random model of this family when `model` is empty. For tests and demos.
+    pub tiny_family: String,
+    /// Name clients use for the model. Empty: the model folder's name.
+    pub served_name: String,
+    /// URL of an attached engine.
+    pub url: String,
+    pub max_model_len: u32,
+    pub max_num_seqs: u32,
+    /// Device cache of the engine.
+    pub kv_cache: Bytes,
+    /// Shared row area (staging). A hit larger than its budget is cut; see `plan`.
+    pub row_area: Bytes,
+    /// Tokens per hash (`--prefix-match-unit`). 0: the engine's block size. Hybrid models need it small.
+    pub prefix_match_unit: u32,
+    /// `PYTHONHASHSEED` of the engine. Must be equal on all nodes.
+    pub hash_seed: String,
+    /// Store prompts only, not replies. True where the chat template strips reasoning from earlier replies.
+    pub offload_prompt_only: bool,
+    /// Prefill speed assumed until one was measured, in tokens per second. Deadlines of loads follow from it.
+    pub prefill_tokens_per_s: u32,
+    /// Seconds until an engine that is not ready is given up and started again. Default 900.
+    pub ready_timeout_s: u32,
+    /// Seconds between TERM and KILL. Default 20.
+    pub stop_grace_s: u32,
+    /// Further arguments for `vllm serve`, as they are.
+    pub extra_args: Vec<String>,
+    /// Further environment of the engine.
+    pub env: BTreeMap<String, String>,
+    /// Run the canary at every engine start. Default true.
+    pub canary: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Io {
+    /// The ring where it works, else plain, said at start.
+    Auto,
+    Ring,
+    Plain,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Store {
+    /// Hard cap of what the store takes on the drive. Default 64 GiB.
+    pub capacity: Bytes,
+    /// Size of one segment file. Default 256 MiB. At least four must fit into `capacity`.
+    pub segment: Bytes,
+    pub io: Io,
+    /// Operations in flight on the drive. Default 32.
+    pub queue_depth: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Cluster {
+    /// Address that control and data between nodes listen on. Default 127.0.0.1.
+    pub address: String,
+    /// Token of a node to join, once. Later starts rejoin by the pinned key.
+    pub join: String,
+    /// Seconds without a word until a peer counts as gone. Default 3.
+    pub silence_s: u32,
+    /// Bytes of rows read for peers at one time. Default 64 MiB.
+    pub serve_memory: Bytes,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Router {
+    /// Seconds until a silent engine's request is given up. Default 600.
+    pub idle_timeout_s: u32,
+    /// Send requests to the other node when that looks better. False: every request stays where it came in.
+    pub share: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Log {
+    /// Filter in the form of `RUST_LOG`. Default `info`.
+    pub level: String,
+    /// One JSON object per line instead of text.
+    pub json: bool,
+}
+
+impl Default for Node {
+    fn default() -> Self {
+        let host = nix::unistd::gethostname().ok().and_then(|h| h.into_string().ok()).unwrap_or_default();
+        let name: String = host.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        Self { name: if name.is_empty() { "node".into() } else { name }, root: PathBuf::new() }
+    }
+}
+
+impl Default for Listen {
+    fn default() -> Self {
+        Self {
+            address: "127.0.0.1".into(),
+            port: 8000,
+            api_keys_file: PathBuf::new(),
+            max_body: Bytes::mib(64),
+            max_requests: 256,
+        }
+    }
+}
+
+impl Default for Engine {
+    fn default() -> Self {
+        Self {
+            kind: EngineKind::Vllm,
+            venv: PathBuf::new(),
+            model: PathBuf::new(),
+            tiny_family: String::new(),
+            served_name: String::new(),
+            url: String::new(),
+            max_model_len: 131_072,
+            max_num_seqs: 8,
+            kv_cache: Bytes::gib(16),
+            row_area: Bytes::gib(4),
+            prefix_match_unit: 0,
+            hash_seed: "0".into(),
+            offload_prompt_only: true,
+            prefill_tokens_per_s: 1500,
+            ready_timeout_s: 900,
+            stop_grace_s: 20,
+            extra_args: Vec::new(),
+            env: BTreeMap::new(),
+            canary: true,
+        }
+    }
+}
+
+impl Default for Store {
+    fn default() -> Self {
+        Self { capacity: Bytes::gib(64), segment: Bytes::mib(256), io: Io::Auto, queue_depth: 32 }
+    }
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self { address: "127.0.0.1".into(), join: String::new(), silence_s: 3, serve_memory: Bytes::mib(64) }
+    }
+}
+
+impl Default for Router {
+    fn default() -> Self {
+        Self { idle_timeout_s: 600, share: true }
+    }
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { level: "info".into(), json: false }
+    }
+}
+
+/// Where everything of one node lies, derived from `node.root`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// Segments, identity, history.
+    pub state: PathBuf,
+    /// Sockets and what lives only as long as the processes.
+    pub run: PathBuf,
+    pub log: PathBuf,
+    pub settings_file: PathBuf,
+}
+
+impl Places {
+    pub fn of(settings: &Settings) -> Self {
+        let root = &settings.node.root;
+        if root.as_os_str().is_empty() {
+            return Self {
+                state: "/var/lib/spark-kv".into(),
+                run: "/run/spark-kv".into(),
+                log: "/var/log/spark-kv".into(),
+                settings_file: "/etc/spark-kv/spark-kv.toml".into(),
+            };
+        }
+        Self {
+            state: root.join("state"),
+            run: root.join("run"),
+            log: root.join("log"),
+            settings_file: root.join("spark-kv.toml"),
+        }
+    }
+
+    /// The plugin's socket. A path over the 108 bytes of `sun_path` falls back to a short one that both sides can
+    /// derive from the long one.
+    pub fn engine_socket(&self) -> PathBuf {
+        Self::socket(self.run.join("engine.sock"))
+    }
+
+    fn socket(long: PathBuf) -> PathBuf {
+        use sha2::Digest;
+        use std::os::unix::ffi::OsStrExt;
+        // 108 bytes with the closing zero, as the kernel's sockaddr_un has it.
+        if long.as_os_str().len() < 108 {
+            return long;
+        }
+        let digest = sha2::Sha256::digest(long.as_os_str().as_bytes());
+        std::env::temp_dir().join(format!("spark-kv-{}.sock", hex::encode(&digest[..8])))
+    }
+
+    pub fn segments(&self) -> PathBuf {
+        self.state.join("segments")
+    }
+    pub fn identity(&self) -> PathBuf {
+        self.state.join("identity")
+    }
+    /// What the keeper tells the node about the engine ([`crate::engine::view`]).
+    pub fn engine_view(&self) -> PathBuf {
+        self.run.join("engine.json")
+    }
+    pub fn engine_log(&self) -> PathBuf {
+        self.log.join("engine.log")
+    }
+}
+
+/// Ports of one node, derived from the public one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ports {
+    pub public: u16,
+    pub engine: u16,
+    pub control: u16,
+    pub data: u16,
+}
+
+impl Ports {
+    pub fn of(listen: &Listen) -> Self {
+        let public = listen.port;
+        Self { public, engine: public + 1, control: public + 2, data: public + 3 }
+    }
+}
