@@ -6,4 +6,5 @@
 pub mod base;
 pub mod meter;
 pub mod settings;
+pub mod store;
 pub mod tasks;

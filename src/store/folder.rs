@@ -1,0 +1,133 @@
+//! The store's folder on a real drive: one lock, names, whole files. Everything here blocks and nothing here is hot.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Error, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, Flock, FlockArg, fallocate};
+use nix::libc::O_DIRECT;
+
+use super::disk::{Buffer, Found, Handle};
+use super::format::PAGE;
+
+/// Name of the lock's file. It is empty.
+pub const LOCK: &str = "lock";
+/// Files that are being made end in this. A start removes what a cut left of them.
+pub const UNFINISHED: &str = ".unfinished";
+
+/// A folder that is ours alone as long as this lives.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    /// Whether its files can be read and written past the page cache.
+    pub direct: bool,
+    _lock: Flock<File>,
+}
+
+impl Folder {
+    /// Makes the folder when it is missing, locks it, and finds out whether it can do direct I/O.
+    ///
+    /// # Errors
+    /// `WouldBlock` when another store has it open.
+    pub fn lock(path: &Path) -> io::Result<Self> {
+        DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        let file =
+            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.join(LOCK))?;
+        let lock =
+            Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| Error::from(errno))?;
+        let mut folder = Self { path: path.to_owned(), direct: true, _lock: lock };
+        folder.direct = folder.can_be_direct()?;
+        Ok(folder)
+    }
+
+    /// Writes and reads one page past the page cache.
+    fn can_be_direct(&self) -> io::Result<bool> {
+        let path = self.path.join(format!("probe{UNFINISHED}"));
+        let attempt = || -> io::Result<()> {
+            let file = self.options().create(true).truncate(true).mode(0o600).open(&path)?;
+            let mut page = Buffer::zeroed(PAGE);
+            file.write_all_at(&page, 0)?;
+            file.read_exact_at(&mut page, 0)
+        };
+        let outcome = attempt();
+        self.remove(&format!("probe{UNFINISHED}"))?;
+        match outcome {
+            Ok(()) => Ok(true),
+            // A full drive can still serve what it holds; the first write will say that it is full.
+            Err(e) if e.kind() == ErrorKind::StorageFull => Ok(true),
+            Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn options(&self) -> OpenOptions {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        if self.direct {
+            options.custom_flags(O_DIRECT);
+        }
+        options
+    }
+
+    pub fn list(&self) -> io::Result<Vec<Found>> {
+        let mut all = Vec::new();
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let about = entry.metadata()?;
+            all.push(Found {
+                name: entry.file_name().to_string_lossy().into_owned(),
+                len: about.len(),
+                taken: about.len().max(about.blocks() * 512),
+                is_file: about.is_file(),
+            });
+        }
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    pub fn open(&self, name: &str) -> io::Result<Handle> {
+        Ok(Handle::Real(Arc::new(self.options().open(self.path.join(name))?)))
+    }
+
+    pub fn create(&self, name: &str, size: u64, head: &[u8]) -> io::Result<(Handle, u64)> {
+        let unfinished = format!("{name}{UNFINISHED}");
+        let made = self.create_as(&unfinished, size, head).and_then(|file| {
+            fs::rename(self.path.join(&unfinished), self.path.join(name))?;
+            self.sync()?;
+            let taken = size.max(file.metadata()?.blocks() * 512);
+            Ok((Handle::Real(Arc::new(file)), taken))
+        });
+        if made.is_err() {
+            // The room must not stay taken. What went wrong is told by `made`.
+            let _ = self.remove(&unfinished);
+        }
+        made
+    }
+
+    fn create_as(&self, name: &str, size: u64, head: &[u8]) -> io::Result<File> {
+        let file = self.options().create(true).truncate(true).mode(0o600).open(self.path.join(name))?;
+        let length = i64::try_from(size).map_err(Error::other)?;
+        match fallocate(&file, FallocateFlags::empty(), 0, length) {
+            // Some file systems cannot allot ahead. The cap holds all the same: it counts whole segments.
+            Err(Errno::EOPNOTSUPP) => file.set_len(size)?,
+            done => done?,
+        }
+        file.write_all_at(&Buffer::of(head), 0)?;
+        file.sync_all()?;
+        Ok(file)
+    }
+
+    pub fn remove(&self, name: &str) -> io::Result<()> {
+        match fs::remove_file(self.path.join(name)) {
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+            done => done,
+        }
+    }
+
+    pub fn sync(&self) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()
+    }
+}

@@ -1,0 +1,372 @@
+//! The segment log as a machine: where the next record goes, when a segment is sealed, which one makes room. Pure.
+//!
+//! One segment is open; records are appended to it. When the next one does not fit, the segment is sealed: wait for
+//! its writes, make them durable, write the foot, make that durable. Then room is made, oldest first, and the next
+//! segment is created. The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]; there is
+//! one step at a time, because the order is what makes a foot trustworthy.
+//!
+//! What is taken on the drive never exceeds the capacity: a segment is counted from before it is created until after
+//! it is gone, files that are not ours are counted too, and a segment leaves only when no read needs it.
+//!
+//! After an error the log stops taking rows and tries again every [`RETRY`]. A retry first seals what was open, which
+//! costs nothing but proves that the drive writes again, and only then takes a new segment: a drive that keeps
+//! failing does not eat the rows that it still holds.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::format::{Entry, Head, PAGE64, Sequence, StoreId, encode_foot, foot_bytes, record_bytes};
+use crate::base::clock::Micros;
+
+/// Pause between attempts to write again. Long enough that a full drive is not hammered, short enough that nobody
+/// restarts a node by hand for it.
+pub const RETRY: Duration = Duration::from_secs(30);
+
+/// Attempts to seal a segment that fails to take its foot. Then it stays without one: its rows can be read, and a
+/// start scans it.
+const SEALS: u32 = 3;
+
+/// Room for what the file system adds to a new file for itself.
+const SLACK: u64 = 16 << 10;
+
+/// What the driver does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Make everything written to the segment durable.
+    Sync(Sequence),
+    /// Write foot and trailer at this offset.
+    Foot { sequence: Sequence, offset: u64, bytes: Vec<u8> },
+    /// Take the segment's rows out of the index. Nothing to report: the next step follows at once.
+    Forget(Sequence),
+    /// Remove the segment's file.
+    Remove(Sequence),
+    /// Make a file of the head's size that begins with it.
+    Create(Head),
+}
+
+/// Where a record goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    At {
+        sequence: Sequence,
+        page: u32,
+    },
+    /// Not now; [`Log::step`] says what to do for it.
+    Wait,
+    /// Larger than a segment.
+    Never,
+    /// No rows are taken until further notice.
+    Stopped,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Records are appended, or nothing is open and nobody asked for room yet.
+    Writing,
+    /// Waiting for the writes of the open segment.
+    Draining,
+    /// The first sync of a seal, its foot, the second sync.
+    Syncing,
+    Footing,
+    Settling,
+    /// Making room and the next segment.
+    Making,
+    /// After an error, until the next attempt.
+    Resting(Micros),
+}
+
+/// One segment on the drive.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    /// Bytes taken on the drive.
+    taken: u64,
+    /// Reads in flight.
+    reads: u32,
+    /// Its foot is durable.
+    sealed: bool,
+    /// Its rows are gone from the index; it goes when its reads have ended.
+    dying: bool,
+}
+
+/// The segment that takes records.
+#[derive(Debug)]
+struct Open {
+    head: Head,
+    tail: u64,
+    /// Writes in flight.
+    writes: u32,
+    /// Records that are whole.
+    entries: Vec<Entry>,
+    /// Records that have a place: whole, in flight or failed.
+    places: u64,
+    failed_seals: u32,
+}
+
+/// What one log is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    pub store: StoreId,
+    pub capacity: u64,
+    /// Bytes of a new segment.
+    pub segment: u64,
+    /// Bytes of the folder that are no segments of ours.
+    pub other: u64,
+}
+
+#[derive(Debug)]
+pub struct Log {
+    limits: Limits,
+    segments: BTreeMap<Sequence, Segment>,
+    open: Option<Open>,
+    phase: Phase,
+    /// A step was handed out and not reported yet.
+    busy: bool,
+    /// Why no rows are taken.
+    stopped: Option<String>,
+    next: Sequence,
+    reclaimed: u64,
+}
+
+impl Log {
+    /// A log without segments. `next` is higher than any sequence that was ever seen in the folder.
+    pub fn new(limits: Limits, next: Sequence) -> Self {
+        Self {
+            limits,
+            segments: BTreeMap::new(),
+            open: None,
+            phase: Phase::Writing,
+            busy: false,
+            stopped: None,
+            next,
+            reclaimed: 0,
+        }
+    }
+
+    /// A segment that was found at start and takes no more records.
+    pub fn found(&mut self, sequence: Sequence, taken: u64, sealed: bool) {
+        self.segments.insert(sequence, Segment { taken, reads: 0, sealed, dying: false });
+    }
+
+    /// The segment that was open when the store ended; records go on behind `tail`.
+    pub fn reopened(&mut self, head: Head, taken: u64, tail: u64, entries: Vec<Entry>) {
+        self.found(head.sequence, taken, false);
+        let places = entries.len() as u64;
+        self.open = Some(Open { head, tail, writes: 0, entries, places, failed_seals: 0 });
+    }
+
+    pub fn capacity(&self) -> u64 {
+        self.limits.capacity
+    }
+
+    /// Bytes of a new segment.
+    pub fn segment_bytes(&self) -> u64 {
+        self.limits.segment
+    }
+
+    pub fn used(&self) -> u64 {
+        self.limits.other + self.segments.values().map(|s| s.taken).sum::<u64>()
+    }
+
+    pub fn segments(&self) -> usize {
+        self.segments.len()
+    }
+
+    pub fn sealed(&self) -> usize {
+        self.segments.values().filter(|s| s.sealed).count()
+    }
+
+    pub fn reclaimed(&self) -> u64 {
+        self.reclaimed
+    }
+
+    pub fn stopped(&self) -> Option<&str> {
+        self.stopped.as_deref()
+    }
+
+    /// The open segment, if any.
+    pub fn open(&self) -> Option<Sequence> {
+        self.open.as_ref().map(|o| o.head.sequence)
+    }
+
+    /// Whether a payload of `length` fits into an empty segment.
+    pub fn can_ever_take(&self, length: u32) -> bool {
+        PAGE64 + record_bytes(length) + foot_bytes(1) <= self.limits.segment
+    }
+
+    /// A place for a record. It must be followed by [`Log::written`] or [`Log::failed`].
+    pub fn place(&mut self, length: u32) -> Room {
+        if self.stopped.is_some() {
+            return Room::Stopped;
+        }
+        if !self.can_ever_take(length) {
+            return Room::Never;
+        }
+        if self.phase != Phase::Writing {
+            return Room::Wait;
+        }
+        let Some(open) = &mut self.open else {
+            self.phase = Phase::Making;
+            return Room::Wait;
+        };
+        if open.tail + record_bytes(length) + foot_bytes(open.places + 1) > open.head.size {
+            self.phase = Phase::Draining;
+            return Room::Wait;
+        }
+        let page = u32::try_from(open.tail / PAGE64).expect("Head::decode bounds a segment's pages");
+        open.tail += record_bytes(length);
+        open.places += 1;
+        open.writes += 1;
+        Room::At { sequence: open.head.sequence, page }
+    }
+
+    /// A record is whole.
+    pub fn written(&mut self, sequence: Sequence, entry: Entry) {
+        if let Some(open) = self.open_as(sequence) {
+            open.writes -= 1;
+            open.entries.push(entry);
+        }
+    }
+
+    /// A record could not be written.
+    pub fn failed(&mut self, sequence: Sequence, reason: String, now: Micros) {
+        if let Some(open) = self.open_as(sequence) {
+            open.writes -= 1;
+        }
+        self.stop(reason, now);
+    }
+
+    /// A read of the segment begins.
+    pub fn reading(&mut self, sequence: Sequence) {
+        self.segments.get_mut(&sequence).expect("the index names segments that exist").reads += 1;
+    }
+
+    /// A read of the segment has ended.
+    pub fn read(&mut self, sequence: Sequence) {
+        self.segments.get_mut(&sequence).expect("a segment stays until its reads have ended").reads -= 1;
+    }
+
+    /// When [`Log::step`] has to be asked although nothing happened.
+    pub fn retry_at(&self) -> Option<Micros> {
+        match self.phase {
+            Phase::Resting(at) => Some(at),
+            _ => None,
+        }
+    }
+
+    /// What to do now. Each step but [`Step::Forget`] is followed by [`Log::stepped`].
+    pub fn step(&mut self, now: Micros) -> Option<Step> {
+        if self.busy {
+            return None;
+        }
+        if let Phase::Resting(at) = self.phase {
+            if now < at {
+                return None;
+            }
+            self.phase = if self.open.is_some() { Phase::Draining } else { Phase::Making };
+        }
+        let step = match (self.phase, &self.open) {
+            (Phase::Draining, Some(open)) if open.writes > 0 => None,
+            (Phase::Draining, Some(open)) => {
+                self.phase = Phase::Syncing;
+                Some(Step::Sync(open.head.sequence))
+            }
+            (Phase::Making, _) => self.make_room(now),
+            _ => None,
+        };
+        self.busy = step.as_ref().is_some_and(|s| !matches!(s, Step::Forget(_)));
+        step
+    }
+
+    /// A step has ended. After success there may be a next one at once.
+    pub fn stepped(&mut self, step: &Step, result: Result<u64, String>, now: Micros) -> Option<Step> {
+        self.busy = false;
+        let taken = match result {
+            Ok(taken) => taken,
+            Err(reason) => {
+                self.step_failed(step, reason, now);
+                return None;
+            }
+        };
+        let next = match (self.phase, &mut self.open) {
+            (Phase::Syncing, Some(open)) => {
+                self.phase = Phase::Footing;
+                let bytes = encode_foot(&open.head, &open.entries);
+                let offset = open.head.size - bytes.len() as u64;
+                Some(Step::Foot { sequence: open.head.sequence, offset, bytes })
+            }
+            (Phase::Footing, Some(open)) => {
+                self.phase = Phase::Settling;
+                Some(Step::Sync(open.head.sequence))
+            }
+            (Phase::Settling, Some(open)) => {
+                self.segments.get_mut(&open.head.sequence).expect("the open segment exists").sealed = true;
+                self.open = None;
+                self.phase = Phase::Making;
+                None
+            }
+            (Phase::Making, _) => {
+                self.made(step, taken);
+                None
+            }
+            _ => None,
+        };
+        self.busy = next.is_some();
+        next
+    }
+
+    fn made(&mut self, step: &Step, taken: u64) {
+        match step {
+            Step::Remove(sequence) => {
+                self.segments.remove(sequence);
+                self.reclaimed += 1;
+            }
+            Step::Create(head) => {
+                self.reopened(*head, taken.max(head.size), PAGE64, Vec::new());
+                self.phase = Phase::Writing;
+                self.stopped = None;
+            }
+            _ => {}
+        }
+    }
+
+    fn make_room(&mut self, now: Micros) -> Option<Step> {
+        if self.used() + self.limits.segment + SLACK <= self.limits.capacity {
+            let head = Head { store: self.limits.store, sequence: self.next, size: self.limits.segment };
+            self.next = Sequence(self.next.0 + 1);
+            return Some(Step::Create(head));
+        }
+        let Some((&oldest, segment)) = self.segments.iter_mut().next() else {
+            let other = self.limits.other;
+            self.stop(
+                format!("other files in its folder take {other} bytes, there is no room for a segment"),
+                now,
+            );
+            return None;
+        };
+        if !segment.dying {
+            segment.dying = true;
+            return Some(Step::Forget(oldest));
+        }
+        (segment.reads == 0).then_some(Step::Remove(oldest))
+    }
+
+    fn step_failed(&mut self, step: &Step, reason: String, now: Micros) {
+        if let (Step::Sync(_) | Step::Foot { .. }, Some(open)) = (step, &mut self.open) {
+            open.failed_seals += 1;
+            if open.failed_seals >= SEALS {
+                self.open = None;
+            }
+        }
+        self.stop(reason, now);
+    }
+
+    /// Stops taking rows until the next attempt has worked. Whatever a running step says meanwhile changes nothing.
+    fn stop(&mut self, reason: String, now: Micros) {
+        self.stopped = Some(reason);
+        self.phase = Phase::Resting(now.plus(RETRY));
+    }
+
+    fn open_as(&mut self, sequence: Sequence) -> Option<&mut Open> {
+        self.open.as_mut().filter(|o| o.head.sequence == sequence)
+    }
+}

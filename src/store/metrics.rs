@@ -1,0 +1,59 @@
+//! The store's series.
+
+use prometheus::{IntCounter, IntCounterVec, IntGauge};
+
+use crate::meter::Meter;
+
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    /// Rows written.
+    pub stored: IntCounter,
+    /// Rows offered that were held already.
+    pub held: IntCounter,
+    /// Rows read and verified, for the engine.
+    pub loaded: IntCounter,
+    /// Rows read and verified, for a peer.
+    pub served: IntCounter,
+    /// Rows neither stored nor loaded, by reason.
+    pub failed: IntCounterVec,
+    /// Rows that were not what was written, or could not be read.
+    pub damaged: IntCounter,
+    pub written_bytes: IntCounter,
+    pub read_bytes: IntCounter,
+    pub used_bytes: IntGauge,
+    pub capacity_bytes: IntGauge,
+    pub rows: IntGauge,
+    pub segments: IntGauge,
+    pub reclaimed: IntCounter,
+    /// Rows that wait for the drive, by direction.
+    pub queued_reads: IntGauge,
+    pub queued_writes: IntGauge,
+    pub in_flight: IntGauge,
+    pub read_only: IntGauge,
+}
+
+impl Metrics {
+    pub fn new(meter: &Meter) -> Self {
+        let queued = meter.gauges("store_queued_rows", "Rows that wait for the drive", &["direction"]);
+        Self {
+            stored: meter.counter("store_rows_stored_total", "Rows written to the drive"),
+            held: meter.counter("store_rows_held_total", "Rows offered that were held already"),
+            loaded: meter.counter("store_rows_loaded_total", "Rows read and verified for the engine"),
+            served: meter.counter("store_rows_served_total", "Rows read and verified for a peer"),
+            failed: meter.counters("store_rows_failed_total", "Rows neither stored nor loaded", &["reason"]),
+            damaged: meter
+                .counter("store_rows_damaged_total", "Rows or segments that were not what was written"),
+            written_bytes: meter.counter("store_written_bytes_total", "Payload bytes written"),
+            read_bytes: meter.counter("store_read_bytes_total", "Payload bytes read and verified"),
+            used_bytes: meter.gauge("store_used_bytes", "Bytes taken on the drive"),
+            capacity_bytes: meter.gauge("store_capacity_bytes", "Most bytes the store takes on the drive"),
+            rows: meter.gauge("store_rows", "Rows held"),
+            segments: meter.gauge("store_segments", "Segment files"),
+            reclaimed: meter.counter("store_segments_reclaimed_total", "Segments removed to make room"),
+            queued_reads: queued.with_label_values(&["read"]),
+            queued_writes: queued.with_label_values(&["write"]),
+            in_flight: meter.gauge("store_operations_in_flight", "Operations that the drive has"),
+            read_only: meter.gauge("store_read_only", "1 while no rows are taken"),
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! The drive's tier: every row that was ever offered, until the capacity asks for its room.
+//!
+//! A [`Store`] is a handle. Behind it one thread owns the log and everything in flight (`work.rs`: select, apply);
+//! what is held, and the figures that people look at, lie beside it under one small lock each, so that asking costs
+//! no round trip. Rows are written from the shared area and read into it in place.
+//!
+//! What it promises. A key is visible only when its record is whole. A row is handed out only when its record's key,
+//! space, position and checksum are what they should be; otherwise it is a miss, counted, and gone from the index.
+//! The folder never takes more than its capacity. When the drive does not write, serving goes on. When a call for
+//! rows returns, nothing of the store touches those rows any more; a call that is dropped before that leaves its rows
+//! in use until [`Store::detach`] has returned.
+//!
+//! A kill loses nothing that was reported as stored. A power cut may lose rows of the segment that was open, never
+//! one of a sealed segment, and never yields a wrong one.
+
+mod disk;
+mod folder;
+mod format;
+mod hands;
+mod index;
+mod log;
+mod mem;
+mod metrics;
+mod recover;
+mod ring;
+mod work;
+
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use parking_lot::Mutex;
+use serde::Serialize;
+use tokio::sync::{Semaphore, broadcast, oneshot};
+
+use self::disk::{Disk, Files, OnDone};
+use self::folder::Folder;
+use self::hands::Hands;
+use self::index::Index;
+pub use self::index::{Change, ChangeKind};
+pub use self::mem::{Failure, Loss, Mem};
+use self::metrics::Metrics;
+use self::ring::Ring;
+use self::work::{Event, Facts, Request, Work};
+use crate::base::block::{RowItem, RowKey, Space};
+use crate::base::clock::{Clock, Micros};
+use crate::base::fault::{Code, Fault};
+use crate::base::frame::Outcome;
+use crate::base::rows::{AreaId, Rows};
+use crate::base::units::Bytes;
+use crate::meter::Meter;
+use crate::settings::Io;
+
+/// Jobs that are in the store at one time; further ones wait for their turn before they are handed over.
+const JOBS: usize = 1024;
+
+/// Segments that a capacity is divided into at least: with fewer, making room would throw away too much at once.
+const SEGMENTS_MIN: u64 = 4;
+
+/// Smallest segment: a head, one row of a page, foot and trailer are 5 pages, and tests want a few rows.
+const SEGMENT_MIN: u64 = 64 << 10;
+
+/// Largest segment: its rows are verified at one start when it was not sealed.
+const SEGMENT_MAX: u64 = 4 << 30;
+
+/// Room that is left beside the segments for the identity and what the file system adds to each file.
+const MARGIN: u64 = 64 << 10;
+
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub folder: PathBuf,
+    /// Most bytes that the folder takes on the drive.
+    pub capacity: Bytes,
+    /// Bytes of one segment file; less when fewer than four would fit.
+    pub segment: Bytes,
+    pub io: Io,
+    /// Operations in flight on the drive.
+    pub queue_depth: u32,
+}
+
+/// Which drive.
+#[derive(Clone, Debug)]
+pub enum DiskKind {
+    /// Files under [`Options::folder`], by the way that [`Options::io`] names.
+    Real,
+    Mem(Mem),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the store in {0} is in use by another process")]
+    InUse(PathBuf),
+    #[error("failed to use the store's folder {folder}")]
+    Folder { folder: PathBuf, source: std::io::Error },
+    #[error("a store of {0} is too small: it needs 512KiB at least")]
+    TooSmall(Bytes),
+    #[error("io_uring with direct I/O was asked for and is not to be had: {0}")]
+    NoRing(String),
+    #[error("failed to use the drive")]
+    Io(#[from] std::io::Error),
+    #[error(
+        "a row of {row} bytes does not fit into a segment of {segment} bytes: raise store.segment and store.capacity"
+    )]
+    RowTooLarge { row: usize, segment: u64 },
+    #[error("the store is closed")]
+    Closed,
+}
+
+/// What a start has found.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Opened {
+    pub segments: usize,
+    pub rows: u64,
+    /// Files and rows that were not what was written.
+    pub damaged: u64,
+    /// `ring`, `plain` or `mem`.
+    pub io: String,
+    /// Sentences for the log and for people.
+    pub notes: Vec<String>,
+}
+
+/// A row for a peer.
+#[derive(Clone, Debug)]
+pub struct Record {
+    pub position: u32,
+    /// crc64-nvme of the payload.
+    pub checksum: u64,
+    pub payload: bytes::Bytes,
+}
+
+/// Rows of one space.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SpaceStatus {
+    pub namespace: String,
+    pub rank: u16,
+    pub ranks: u16,
+    pub rows: u64,
+    pub bytes: u64,
+    /// An engine of this space is attached. Others stay until their room is needed.
+    pub attached: bool,
+}
+
+/// What people and other modules can know about a store.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Status {
+    pub capacity: u64,
+    pub used: u64,
+    pub rows: u64,
+    pub segments: usize,
+    /// Segments that are whole and durable.
+    pub sealed: usize,
+    pub io: String,
+    /// Why no rows are taken at present.
+    pub read_only: Option<String>,
+    /// Files and rows that were not what was written, those found at start included.
+    pub damaged: u64,
+    pub stored: u64,
+    pub held: u64,
+    pub loaded: u64,
+    pub served: u64,
+    pub failed: u64,
+    pub reclaimed: u64,
+    pub spaces: Vec<SpaceStatus>,
+}
+
+/// What the handle and the owner both look at.
+struct Shared {
+    /// Guards: what is held. Never held across an I/O or an await.
+    index: Mutex<Index>,
+    /// Guards: figures, copied as a whole.
+    facts: Mutex<Facts>,
+    metrics: Metrics,
+}
+
+/// Closes the store when the last handle goes.
+struct Inner {
+    shared: Arc<Shared>,
+    events: mpsc::Sender<Event>,
+    /// What bounds `events`: a job holds a permit until it is answered.
+    jobs: Arc<Semaphore>,
+    io: &'static str,
+    notes: Vec<String>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let _ = self.events.send(Event::Close(None));
+    }
+}
+
+/// The store's handle. Cheap to clone.
+#[derive(Clone)]
+pub struct Store(Arc<Inner>);
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Store({})", self.0.io)
+    }
+}
+
+impl Store {
+    /// Recovers what the folder holds and starts the threads. Blocks.
+    ///
+    /// # Errors
+    /// When the folder is in use or cannot be used at all; never because of what damaged files hold.
+    pub fn open(
+        options: Options,
+        disk: DiskKind,
+        clock: Clock,
+        meter: &Meter,
+    ) -> Result<(Self, Opened), Error> {
+        let capacity = options.capacity.0;
+        let segment = segment_bytes(&options)?;
+        let (sender, events) = mpsc::channel();
+        let done = sender.clone();
+        // Fails only when the loop is gone, and it goes last.
+        let on_done: OnDone = Arc::new(move |d| drop(done.send(Event::Done(d))));
+        let mut notes = Vec::new();
+        let depth = options.queue_depth.clamp(1, 1024);
+        let (files, disk, hands) = start_disk(&options, disk, depth, on_done, &mut notes)?;
+        let found = recover::recover(&files, capacity, segment)?;
+        let mut opened = found.opened;
+        opened.io = disk.name().to_owned();
+        opened.notes.splice(0..0, notes.iter().cloned());
+        let metrics = Metrics::new(meter);
+        metrics.damaged.inc_by(opened.damaged);
+        metrics.capacity_bytes.set(i64::try_from(capacity).unwrap_or(i64::MAX));
+        let facts = Facts { damaged: opened.damaged, ..Facts::default() };
+        let shared = Arc::new(Shared { index: Mutex::new(found.index), facts: Mutex::new(facts), metrics });
+        let io = disk.name();
+        let work = Work::new(work::Parts {
+            shared: shared.clone(),
+            clock,
+            events: sender.clone(),
+            disk,
+            files,
+            hands,
+            depth: depth as usize,
+            store: found.store,
+            log: found.log,
+            handles: found.handles,
+        });
+        hands::thread("store", move || work.run(&events))?;
+        let jobs = Arc::new(Semaphore::new(JOBS));
+        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, notes })), opened))
+    }
+
+    /// Makes a row area known; its rows can be put and got from now on.
+    ///
+    /// # Errors
+    /// When a row does not fit into a segment, or the store is closed.
+    pub async fn attach(&self, rows: &Arc<Rows>) -> Result<(), Error> {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Attach(rows.clone(), answer));
+        answered.await.unwrap_or(Err(Error::Closed))
+    }
+
+    /// Returns when nothing of the store can touch the area any more. What of it waited has failed.
+    pub async fn detach(&self, area: AreaId) {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Detach(area, answer));
+        let _ = answered.await;
+    }
+
+    /// Writes rows: blanks what their group does not cover, makes the checksum, appends. One outcome per item, in
+    /// order: stored, held or failed. When it returns, nothing touches those rows.
+    pub async fn put(&self, rows: &Arc<Rows>, items: Vec<RowItem>) -> Vec<Outcome> {
+        self.job(rows, items, |rows, items, reply| Request::Put { rows, items, reply }).await
+    }
+
+    /// Reads rows in place, in the order of position, verified. One outcome per item, in order: from the drive or
+    /// failed. No read starts after `deadline`. When it returns, nothing touches those rows.
+    pub async fn get(&self, rows: &Arc<Rows>, items: Vec<RowItem>, deadline: Option<Micros>) -> Vec<Outcome> {
+        self.job(rows, items, |rows, items, reply| Request::Get { rows, items, deadline, reply }).await
+    }
+
+    /// One row in own memory, verified, for a peer.
+    pub async fn read(&self, space: Space, key: RowKey) -> Option<Record> {
+        let permit = self.0.jobs.clone().acquire_owned().await.ok()?;
+        let (reply, answered) = oneshot::channel();
+        self.send(Event::Request(Request::Read { space, key, reply }, permit));
+        answered.await.ok().flatten()
+    }
+
+    pub fn holds(&self, space: Space, key: &RowKey) -> bool {
+        self.0.shared.index.lock().get(&space, key).is_some()
+    }
+
+    /// Everything that is held in `space`, and every change from exactly there on. A receiver that lags
+    /// (`RecvError::Lagged`) subscribes again.
+    pub fn subscribe(&self, space: Space) -> (Vec<(RowKey, u32)>, broadcast::Receiver<Change>) {
+        self.0.shared.index.lock().subscribe(space)
+    }
+
+    pub fn status(&self) -> Status {
+        let facts = self.0.shared.facts.lock().clone();
+        let (rows, spaces) = {
+            let index = self.0.shared.index.lock();
+            (index.rows(), index.spaces())
+        };
+        let about = |(space, rows, bytes): (Space, u64, u64)| SpaceStatus {
+            namespace: space.namespace.to_string(),
+            rank: space.rank.index,
+            ranks: space.rank.of,
+            rows,
+            bytes,
+            attached: facts.attached.contains(&space),
+        };
+        let spaces = spaces.into_iter().map(about).collect();
+        Status {
+            capacity: facts.capacity,
+            used: facts.used,
+            rows,
+            segments: facts.segments,
+            sealed: facts.sealed,
+            io: self.0.io.to_owned(),
+            read_only: facts.read_only,
+            damaged: facts.damaged,
+            stored: facts.stored,
+            held: facts.held,
+            loaded: facts.loaded,
+            served: facts.served,
+            failed: facts.failed,
+            reclaimed: facts.reclaimed,
+            spaces,
+        }
+    }
+
+    /// What is wrong with the store now.
+    pub fn faults(&self) -> Vec<Fault> {
+        let (read_only, damaged) = {
+            let facts = self.0.shared.facts.lock();
+            (facts.read_only.clone(), facts.damaged)
+        };
+        let mut faults = Vec::new();
+        if let Some(reason) = read_only {
+            faults.push(Fault::new(Code::StoreReadOnly, reason));
+        }
+        if damaged > 0 {
+            let cause = format!("{damaged} rows or segments were not what was written; they were skipped");
+            faults.push(Fault::new(Code::StoreDamaged, cause));
+        }
+        faults.extend(self.0.notes.iter().map(|note| Fault::new(Code::StorePlainIo, note.clone())));
+        faults
+    }
+
+    /// Ends what is in flight, makes it durable, and gives the folder free. Further calls fail.
+    pub async fn close(&self) {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Close(Some(answer)));
+        let _ = answered.await;
+    }
+
+    async fn job(
+        &self,
+        rows: &Arc<Rows>,
+        items: Vec<RowItem>,
+        request: impl FnOnce(Arc<Rows>, Vec<RowItem>, oneshot::Sender<Vec<Outcome>>) -> Request,
+    ) -> Vec<Outcome> {
+        let count = items.len();
+        let failed = || vec![Outcome::Failed; count];
+        let Ok(permit) = self.0.jobs.clone().acquire_owned().await else { return failed() };
+        let (reply, answered) = oneshot::channel();
+        self.send(Event::Request(request(rows.clone(), items, reply), permit));
+        answered.await.unwrap_or_else(|_| failed())
+    }
+
+    /// A loop that has ended drops the event, and with it the answer's sender: the caller sees that it is closed.
+    fn send(&self, event: Event) {
+        let _ = self.0.events.send(event);
+    }
+}
+
+/// Bytes of a new segment: as asked for, but at least four fit.
+fn segment_bytes(options: &Options) -> Result<u64, Error> {
+    let most = options.capacity.0.saturating_sub(MARGIN) / SEGMENTS_MIN;
+    let bytes = options.segment.0.clamp(SEGMENT_MIN, SEGMENT_MAX).min(most);
+    let bytes = bytes - bytes % format::PAGE64;
+    if bytes < SEGMENT_MIN { Err(Error::TooSmall(options.capacity)) } else { Ok(bytes) }
+}
+
+/// Threads for checksums: one does 5 to 10 GB/s, a drive 7 to 14.
+const HANDS: usize = 3;
+
+/// Threads of plain I/O, at most: enough to keep a drive busy with rows of a few hundred KiB.
+const PLAIN_HANDS: usize = 16;
+
+fn start_disk(
+    options: &Options,
+    kind: DiskKind,
+    depth: u32,
+    on_done: OnDone,
+    notes: &mut Vec<String>,
+) -> Result<(Files, Disk, Hands), Error> {
+    let in_use = || Error::InUse(options.folder.clone());
+    if let DiskKind::Mem(mem) = kind {
+        if !mem.lock() {
+            return Err(in_use());
+        }
+        return Ok((Files::Mem(mem.clone()), Disk::Mem { mem, on_done }, Hands::inline()));
+    }
+    let folder = Folder::lock(&options.folder).map_err(|source| match source.kind() {
+        std::io::ErrorKind::WouldBlock => in_use(),
+        _ => Error::Folder { folder: options.folder.clone(), source },
+    })?;
+    let folder = Arc::new(folder);
+    let hands = Hands::new("store-hand", HANDS)?;
+    let ring = match options.io {
+        Io::Plain => None,
+        Io::Auto | Io::Ring if !folder.direct => {
+            Some(Err("the folder's file system has no direct I/O".to_owned()))
+        }
+        Io::Auto | Io::Ring => {
+            Some(Ring::start(depth, on_done.clone()).map_err(|e| format!("no io_uring: {e}")))
+        }
+    };
+    let disk = match ring {
+        Some(Ok(ring)) => Disk::Ring(ring),
+        Some(Err(why)) if options.io == Io::Ring => return Err(Error::NoRing(why)),
+        refused => {
+            if let Some(Err(why)) = refused {
+                notes.push(format!("plain I/O instead of the ring: {why}"));
+            }
+            let threads = PLAIN_HANDS.min(depth as usize);
+            Disk::Plain { hands: Hands::new("store-plain", threads)?, direct: folder.direct, on_done }
+        }
+    };
+    Ok((Files::Real(folder), disk, hands))
+}

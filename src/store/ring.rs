@@ -1,0 +1,293 @@
+//! The drive's ring: one thread owns io_uring, and every buffer that the kernel may touch, until it says so.
+//!
+//! Operations come over a channel and a pipe; a read of the pipe is armed in the ring itself, so the thread sleeps in
+//! one place and costs nothing while nothing happens. A record is one vectored operation: its header page from our
+//! own memory, its payload from or to the shared row. The operation owns both (the row area by a clone of its `Arc`),
+//! so the mapping outlives the kernel's use of it whatever happens to those who asked.
+//!
+//! Short reads and writes go on where they stopped; moving nothing is an error; "again" is tried again, with a limit.
+
+#![expect(unsafe_code, reason = "the kernel is given addresses, which has no safe form")]
+
+use std::io::{self, Error, ErrorKind, PipeReader, PipeWriter, Write};
+use std::mem::ManuallyDrop;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+
+use io_uring::{IoUring, opcode, squeue, types};
+use nix::libc::iovec;
+
+use super::disk::{Body, Done, Handle, OnDone, Op, TRIES, Verb, is_transient, progress};
+use super::hands::thread;
+
+/// Number of the armed read of the pipe; operations are numbered from 0.
+const WAKE: u64 = u64::MAX;
+
+/// The side that hands operations in. The thread ends, after what is in flight, when this is dropped.
+#[derive(Debug)]
+pub struct Ring {
+    queue: Option<mpsc::Sender<Op>>,
+    wake: Arc<Wake>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Wakes the thread, at most once per time it sleeps.
+#[derive(Debug)]
+struct Wake {
+    pipe: PipeWriter,
+    rung: AtomicBool,
+}
+
+impl Wake {
+    fn ring(&self) {
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            // Fails only when the thread has ended already, which it does while this side is being dropped.
+            let _ = (&self.pipe).write_all(&[1]);
+        }
+    }
+}
+
+impl Ring {
+    /// A ring for at most `depth` operations in flight. The caller keeps to it.
+    ///
+    /// # Errors
+    /// When the kernel refuses a ring, or the operations that are needed.
+    pub fn start(depth: u32, on_done: OnDone) -> io::Result<Self> {
+        let uring = IoUring::new((depth + 2).next_power_of_two())?;
+        let mut probe = io_uring::Probe::new();
+        uring.submitter().register_probe(&mut probe)?;
+        let needed = [opcode::Read::CODE, opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE];
+        if !needed.iter().all(|&code| probe.is_supported(code)) {
+            return Err(Error::new(ErrorKind::Unsupported, "this kernel's io_uring lacks an operation"));
+        }
+        let (bell, pipe) = io::pipe()?;
+        let wake = Arc::new(Wake { pipe, rung: AtomicBool::new(false) });
+        let (queue, incoming) = mpsc::channel();
+        let flights = Flights(ManuallyDrop::new(Vec::new()));
+        let loop_wake = wake.clone();
+        let thread = thread("store-ring", move || {
+            let wake_buffer = ManuallyDrop::new(Box::new([0_u8; 64]));
+            let owner = Owner {
+                uring,
+                incoming,
+                bell,
+                wake: loop_wake,
+                wake_buffer,
+                flights,
+                free: Vec::new(),
+                on_done,
+            };
+            owner.run();
+        })?;
+        Ok(Self { queue: Some(queue), wake, thread: Some(thread) })
+    }
+
+    pub fn submit(&self, op: Op) {
+        let queue = self.queue.as_ref().expect("open until drop");
+        queue.send(op).expect("the thread lives as long as this");
+        self.wake.ring();
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.queue = None;
+        self.wake.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// One operation that the kernel has.
+struct Flight {
+    op: Op,
+    /// What is left of head and body. Boxed: the kernel reads it, so it must not move.
+    parts: Box<[iovec; 2]>,
+    moved: usize,
+    tries: u32,
+}
+
+/// Operations in flight by number. Never dropped by unwinding: a leak is better than memory that the drive still
+/// writes to.
+struct Flights(ManuallyDrop<Vec<Option<Flight>>>);
+
+/// Everything the thread owns.
+struct Owner {
+    uring: IoUring,
+    incoming: mpsc::Receiver<Op>,
+    bell: PipeReader,
+    wake: Arc<Wake>,
+    wake_buffer: ManuallyDrop<Box<[u8; 64]>>,
+    flights: Flights,
+    free: Vec<usize>,
+    on_done: OnDone,
+}
+
+// SAFETY: raw pointers stand only in `parts`, which point into the operation beside them; the owner moves to its
+// thread once, with no flight in it.
+unsafe impl Send for Flights {}
+
+impl Owner {
+    /// Select, apply: until nobody hands in operations any more and none is in flight.
+    fn run(mut self) {
+        self.arm_bell();
+        let mut open = true;
+        while open || self.in_flight() > 0 {
+            self.sleep();
+            let ended: Vec<(u64, i32)> =
+                self.uring.completion().map(|c| (c.user_data(), c.result())).collect();
+            for (number, result) in ended {
+                if number == WAKE {
+                    // Cleared before the channel is looked at: whoever comes later rings again.
+                    self.wake.rung.store(false, Ordering::Release);
+                    self.arm_bell();
+                } else {
+                    self.apply(number, result);
+                }
+            }
+            loop {
+                match self.incoming.try_recv() {
+                    Ok(op) => self.begin(op),
+                    Err(mpsc::TryRecvError::Empty) => break,
+                    Err(mpsc::TryRecvError::Disconnected) => {
+                        open = false;
+                        break;
+                    }
+                }
+            }
+        }
+        // What is still armed reads the pipe into `wake_buffer`, which is leaked with its 64 bytes for that reason.
+    }
+
+    fn in_flight(&self) -> usize {
+        self.flights.0.len() - self.free.len()
+    }
+
+    /// Hands over what is queued and waits for one completion.
+    fn sleep(&mut self) {
+        match self.uring.submit_and_wait(1) {
+            Ok(_) => {}
+            // Interrupted, or the completion queue is full: what is there is taken first, then it is tried again.
+            Err(e) if is_transient(&e) || e.kind() == ErrorKind::ResourceBusy => {}
+            Err(e) => panic!("io_uring_enter: {e}"),
+        }
+    }
+
+    fn arm_bell(&mut self) {
+        let at = self.wake_buffer.as_mut_ptr();
+        let length = u32::try_from(self.wake_buffer.len()).expect("64");
+        let read = opcode::Read::new(types::Fd(self.bell.as_raw_fd()), at, length).offset(u64::MAX);
+        self.push(&read.build().user_data(WAKE));
+    }
+
+    fn begin(&mut self, op: Op) {
+        let empty = || iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let flight = Flight { op, parts: Box::new([empty(), empty()]), moved: 0, tries: 0 };
+        let number = self.free.pop().unwrap_or_else(|| {
+            self.flights.0.push(None);
+            self.flights.0.len() - 1
+        });
+        self.flights.0[number] = Some(flight);
+        self.submit(number);
+    }
+
+    /// Queues what is left of a flight.
+    fn submit(&mut self, number: usize) {
+        let flight = self.flights.0[number].as_mut().expect("a number in use");
+        let Handle::Real(file) = &flight.op.file else { unreachable!("real disks have real files") };
+        let fd = types::Fd(file.as_raw_fd());
+        let offset = flight.op.offset + flight.moved as u64;
+        flight.point();
+        let (first, count) = flight.left();
+        let entry = match flight.op.verb {
+            Verb::Read => opcode::Readv::new(fd, first, count).offset(offset).build(),
+            Verb::Write => opcode::Writev::new(fd, first, count).offset(offset).build(),
+            Verb::Sync => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+        };
+        self.push(&entry.user_data(number as u64));
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        loop {
+            // SAFETY: what the entry points to is owned by `flights` (header buffer, row area, boxed parts) or is
+            // `wake_buffer`; both stay where they are until the completion is seen, and are leaked, not freed, when
+            // this thread unwinds.
+            if unsafe { self.uring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            if let Err(e) = self.uring.submit()
+                && !is_transient(&e)
+                && e.kind() != ErrorKind::ResourceBusy
+            {
+                panic!("io_uring_enter: {e}");
+            }
+        }
+    }
+
+    /// The kernel is through with what it was given of a flight.
+    fn apply(&mut self, number: u64, result: i32) {
+        let number = usize::try_from(number).expect("a number of ours");
+        let flight = self.flights.0[number].as_mut().expect("a number in use");
+        let Some(result) = flight.advance(result) else {
+            self.submit(number);
+            return;
+        };
+        let flight = self.flights.0[number].take().expect("looked at above");
+        self.free.push(number);
+        (self.on_done)(Done { op: flight.op, result });
+    }
+}
+
+impl Flight {
+    /// Points `parts` at what is left.
+    fn point(&mut self) {
+        let head = self.op.head.len();
+        let (skip_head, skip_body) = (self.moved.min(head), self.moved.saturating_sub(head));
+        let rest = &mut self.op.head[skip_head..];
+        self.parts[0] = iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
+        let body = match &mut self.op.body {
+            Body::None => (std::ptr::null_mut(), 0),
+            Body::Row { rows, row, len } => (rows.address(*row), *len),
+            Body::Own(buffer) => (buffer.as_mut_ptr(), buffer.len()),
+        };
+        let base = body.0.wrapping_add(skip_body).cast();
+        self.parts[1] = iovec { iov_base: base, iov_len: body.1 - skip_body };
+    }
+
+    /// The parts that are not empty, as the kernel wants them.
+    fn left(&self) -> (*const iovec, u32) {
+        let from = usize::from(self.parts[0].iov_len == 0);
+        let to = if self.parts[1].iov_len == 0 { 1 } else { 2 };
+        let parts = &self.parts[from..to.max(from)];
+        (parts.as_ptr(), u32::try_from(parts.len()).expect("at most two"))
+    }
+
+    /// Counts what the kernel moved. `None`: it goes on.
+    fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
+        let left = self.op.len() - self.moved;
+        let got = match usize::try_from(result) {
+            Err(_) => {
+                let error = Error::from_raw_os_error(-result);
+                if !is_transient(&error) {
+                    return Some(Err(error));
+                }
+                0
+            }
+            Ok(_) if self.op.verb == Verb::Sync => return Some(Ok(())),
+            Ok(got) => match progress(self.op.verb, left, got, true) {
+                Ok(got) => got,
+                Err(e) => return Some(Err(e)),
+            },
+        };
+        self.moved += got;
+        self.tries = if got == 0 { self.tries + 1 } else { 0 };
+        if got == left {
+            return Some(Ok(()));
+        }
+        (self.tries > TRIES).then(|| Err(Error::new(ErrorKind::TimedOut, "the drive does not get on")))
+    }
+}

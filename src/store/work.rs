@@ -1,0 +1,881 @@
+//! The owner of the log and of everything in flight: one thread that takes an event, applies it, and starts what can
+//! be started. Select, apply, advance; no lock but the two short ones of `Shared`, no wait but for the next event.
+//!
+//! Reads go before writes: an engine waits for a read, nobody waits for a write but the rows it holds. A write that
+//! has waited for [`PATIENCE`] goes first all the same, so that loads without end cannot keep rows pinned for ever.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+
+use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
+use super::format::{Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, segment_name};
+use super::hands::Hands;
+use super::index::Place;
+use super::log::{Log, Room, Step};
+use super::{Error, Shared};
+use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
+use crate::base::checksum::crc64;
+use crate::base::clock::{Clock, Micros};
+use crate::base::frame::Outcome;
+use crate::base::mutant::{self, Mutant};
+use crate::base::rows::{AreaId, Rows};
+
+/// Longest that reads may hold up a write.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How often the clock is looked at while an attempt to write again is due. At other times the thread just waits.
+const TICK: Duration = Duration::from_millis(500);
+
+/// What callers ask for.
+pub enum Request {
+    Put {
+        rows: Arc<Rows>,
+        items: Vec<RowItem>,
+        reply: oneshot::Sender<Vec<Outcome>>,
+    },
+    Get {
+        rows: Arc<Rows>,
+        items: Vec<RowItem>,
+        deadline: Option<Micros>,
+        reply: oneshot::Sender<Vec<Outcome>>,
+    },
+    Read {
+        space: Space,
+        key: RowKey,
+        reply: oneshot::Sender<Option<super::Record>>,
+    },
+}
+
+/// What can happen.
+pub enum Event {
+    Attach(Arc<Rows>, oneshot::Sender<Result<(), Error>>),
+    Detach(AreaId, oneshot::Sender<()>),
+    Request(Request, OwnedSemaphorePermit),
+    /// A row was blanked and summed.
+    Prepared(Write, u64),
+    /// The drive is through with an operation.
+    Done(Done),
+    /// A row that was read has been looked at.
+    Verified(Box<Verified>),
+    /// A file was made or removed.
+    Stepped(Step, Result<(Option<Handle>, u64), String>),
+    Close(Option<oneshot::Sender<()>>),
+}
+
+/// Figures for people.
+#[derive(Clone, Debug, Default)]
+pub struct Facts {
+    pub capacity: u64,
+    pub used: u64,
+    pub segments: usize,
+    pub sealed: usize,
+    pub read_only: Option<String>,
+    pub damaged: u64,
+    pub stored: u64,
+    pub held: u64,
+    pub loaded: u64,
+    pub served: u64,
+    pub failed: u64,
+    pub reclaimed: u64,
+    pub attached: HashSet<Space>,
+}
+
+/// Where an outcome belongs.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    job: u64,
+    index: usize,
+}
+
+/// Items of one call.
+struct Job {
+    area: AreaId,
+    outcomes: Vec<Outcome>,
+    left: usize,
+    reply: oneshot::Sender<Vec<Outcome>>,
+    _permit: OwnedSemaphorePermit,
+}
+
+/// A row on its way to the drive.
+pub struct Write {
+    slot: Slot,
+    rows: Arc<Rows>,
+    row: u32,
+    space: Space,
+    key: RowKey,
+    position: u32,
+    since: Micros,
+}
+
+/// For whom a row is read.
+enum Reader {
+    Row { slot: Slot, rows: Arc<Rows>, row: u32, deadline: Option<Micros> },
+    Peer { reply: oneshot::Sender<Option<super::Record>>, _permit: OwnedSemaphorePermit },
+}
+
+/// A row on its way from the drive.
+pub struct Read {
+    reader: Reader,
+    space: Space,
+    key: RowKey,
+    /// As the caller named it; a peer takes what there is.
+    position: Option<u32>,
+    /// What the drive is asked for, once it is: with a mutant not the row above.
+    asked: Option<(RowKey, Place)>,
+}
+
+/// A row that was read, and whether it is the one that was asked for.
+pub struct Verified {
+    read: Read,
+    body: Body,
+    verdict: Result<Record, Bad>,
+}
+
+/// What an operation in flight is for.
+enum Flight {
+    Read(Read),
+    Write(Write, Sequence, Entry),
+    Step(Step),
+}
+
+struct Area {
+    space: Space,
+    /// Items whose outcome is open.
+    busy: usize,
+    detaching: Vec<oneshot::Sender<()>>,
+}
+
+/// What a [`Work`] is made of.
+pub struct Parts {
+    pub shared: Arc<Shared>,
+    pub clock: Clock,
+    pub events: mpsc::Sender<Event>,
+    pub disk: Disk,
+    pub files: Files,
+    pub hands: Hands,
+    pub depth: usize,
+    pub store: StoreId,
+    pub log: Log,
+    pub handles: HashMap<Sequence, Handle>,
+}
+
+pub struct Work {
+    parts: Parts,
+    areas: HashMap<AreaId, Area>,
+    jobs: HashMap<u64, Job>,
+    /// Rows to be read; rows to be summed; rows to be written.
+    reads: VecDeque<Read>,
+    writes: VecDeque<Write>,
+    ready: VecDeque<(Write, u64)>,
+    /// With the hands: rows being summed, rows being verified, files being made or removed.
+    with_hands: usize,
+    preparing: usize,
+    flights: HashMap<u64, Flight>,
+    /// Keys between being offered and being whole or failed, with who else offered them meanwhile.
+    pending: HashMap<(Space, RowKey), Vec<Slot>>,
+    next_job: u64,
+    next_tag: u64,
+    closing: Option<Vec<oneshot::Sender<()>>>,
+}
+
+impl Work {
+    pub fn new(parts: Parts) -> Self {
+        let work = Self {
+            parts,
+            areas: HashMap::new(),
+            jobs: HashMap::new(),
+            reads: VecDeque::new(),
+            writes: VecDeque::new(),
+            ready: VecDeque::new(),
+            with_hands: 0,
+            preparing: 0,
+            flights: HashMap::new(),
+            pending: HashMap::new(),
+            next_job: 0,
+            next_tag: 0,
+            closing: None,
+        };
+        work.publish();
+        work
+    }
+
+    /// Until closed and nothing is in flight.
+    pub fn run(mut self, events: &mpsc::Receiver<Event>) {
+        while !self.is_over() {
+            let event = match self.parts.log.retry_at() {
+                Some(_) => events.recv_timeout(TICK).ok(),
+                None => events.recv().ok(),
+            };
+            if let Some(event) = event {
+                self.apply(event);
+            }
+            self.advance();
+            self.publish();
+        }
+        self.end();
+    }
+
+    fn is_over(&self) -> bool {
+        self.closing.is_some() && self.flights.is_empty() && self.with_hands == 0
+    }
+
+    /// Makes the open segment durable, gives the folder free, and only then says that it is closed.
+    fn end(self) {
+        let Self { parts, closing, .. } = self;
+        let Parts { disk, files, hands, log, handles, .. } = parts;
+        if let Some(handle) = log.open().and_then(|sequence| handles.get(&sequence))
+            && let Err(error) = files.sync_file(handle)
+        {
+            tracing::warn!(%error, "failed to make the last rows durable");
+        }
+        drop((disk, hands, handles));
+        if let Files::Mem(mem) = &files {
+            mem.unlock();
+        }
+        drop(files);
+        for answer in closing.into_iter().flatten() {
+            let _ = answer.send(());
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Attach(rows, answer) => drop(answer.send(self.attach(&rows))),
+            Event::Detach(area, answer) => self.detach(area, answer),
+            Event::Request(request, permit) => self.request(request, permit),
+            Event::Prepared(write, checksum) => {
+                self.with_hands -= 1;
+                self.preparing -= 1;
+                self.ready.push_back((write, checksum));
+            }
+            Event::Done(done) => self.done(done),
+            Event::Verified(verified) => {
+                self.with_hands -= 1;
+                self.verified(*verified);
+            }
+            Event::Stepped(step, result) => {
+                self.with_hands -= 1;
+                self.file_step_ended(&step, result);
+            }
+            Event::Close(answer) => {
+                self.closing.get_or_insert_default().extend(answer);
+                self.drop_queued(None);
+            }
+        }
+    }
+
+    fn attach(&mut self, rows: &Rows) -> Result<(), Error> {
+        if self.closing.is_some() {
+            return Err(Error::Closed);
+        }
+        let row = rows.row_bytes();
+        if !u32::try_from(row).is_ok_and(|length| self.parts.log.can_ever_take(length)) {
+            return Err(Error::RowTooLarge { row, segment: self.parts.log.segment_bytes() });
+        }
+        let area = || Area { space: rows.space, busy: 0, detaching: Vec::new() };
+        self.areas.entry(rows.id).or_insert_with(area);
+        Ok(())
+    }
+
+    fn detach(&mut self, id: AreaId, answer: oneshot::Sender<()>) {
+        let Some(area) = self.areas.get_mut(&id) else {
+            let _ = answer.send(());
+            return;
+        };
+        area.detaching.push(answer);
+        self.drop_queued(Some(id));
+        self.settle_area(id);
+    }
+
+    /// Lets an area go once nothing of it is open.
+    fn settle_area(&mut self, id: AreaId) {
+        if self.areas.get(&id).is_some_and(|area| area.busy == 0 && !area.detaching.is_empty()) {
+            let area = self.areas.remove(&id).expect("looked at just now");
+            for answer in area.detaching {
+                let _ = answer.send(());
+            }
+        }
+    }
+
+    /// Fails what has not been started, of one area or of everybody.
+    fn drop_queued(&mut self, only: Option<AreaId>) {
+        let reason = if only.is_some() { "detached" } else { "closed" };
+        let concerns = |rows: &Rows| only.is_none_or(|id| id == rows.id);
+        for read in std::mem::take(&mut self.reads) {
+            let concerned = match &read.reader {
+                Reader::Row { rows, .. } => concerns(rows),
+                Reader::Peer { .. } => only.is_none(),
+            };
+            if concerned {
+                self.read_failed(read, reason);
+            } else {
+                self.reads.push_back(read);
+            }
+        }
+        for write in std::mem::take(&mut self.writes) {
+            if concerns(&write.rows) {
+                self.write_failed(&write, reason);
+            } else {
+                self.writes.push_back(write);
+            }
+        }
+        for (write, sum) in std::mem::take(&mut self.ready) {
+            if concerns(&write.rows) {
+                self.write_failed(&write, reason);
+            } else {
+                self.ready.push_back((write, sum));
+            }
+        }
+    }
+
+    fn request(&mut self, request: Request, permit: OwnedSemaphorePermit) {
+        match request {
+            Request::Put { rows, items, reply } => {
+                let job = self.begin_job(&rows, items.len(), reply, permit);
+                for (index, item) in in_order(&items) {
+                    self.offer(Slot { job, index }, &rows, &item, &items);
+                }
+                self.finish_job_if_done(job);
+            }
+            Request::Get { rows, items, deadline, reply } => {
+                let job = self.begin_job(&rows, items.len(), reply, permit);
+                for (index, item) in in_order(&items) {
+                    self.ask(Slot { job, index }, &rows, &item, deadline);
+                }
+                self.finish_job_if_done(job);
+            }
+            Request::Read { space, key, reply } => {
+                let reader = Reader::Peer { reply, _permit: permit };
+                let read = Read { reader, space, key, position: None, asked: None };
+                if self.closing.is_some() {
+                    self.read_failed(read, "closed");
+                } else {
+                    self.reads.push_back(read);
+                }
+            }
+        }
+    }
+
+    fn begin_job(
+        &mut self,
+        rows: &Rows,
+        left: usize,
+        reply: oneshot::Sender<Vec<Outcome>>,
+        permit: OwnedSemaphorePermit,
+    ) -> u64 {
+        self.next_job += 1;
+        let job = Job { area: rows.id, outcomes: vec![Outcome::Failed; left], left, reply, _permit: permit };
+        self.jobs.insert(self.next_job, job);
+        if let Some(area) = self.areas.get_mut(&rows.id) {
+            area.busy += left;
+        }
+        self.next_job
+    }
+
+    /// Whether rows of this area may be touched, and this row exists.
+    fn may_touch(&self, rows: &Rows, item: &RowItem) -> Result<(), &'static str> {
+        if self.closing.is_some() {
+            return Err("closed");
+        }
+        let attached = self.areas.get(&rows.id).is_some_and(|area| area.detaching.is_empty());
+        match (attached, rows.has(item.row, item.key.group.0)) {
+            (false, _) => Err("detached"),
+            (true, false) => Err("no_such_row"),
+            (true, true) => Ok(()),
+        }
+    }
+
+    /// A row is offered.
+    fn offer(&mut self, slot: Slot, rows: &Arc<Rows>, item: &RowItem, items: &[RowItem]) {
+        if let Err(reason) = self.may_touch(rows, item) {
+            return self.fail(slot, reason);
+        }
+        let (mut space, mut key) = (rows.space, item.key);
+        if mutant::on(Mutant::ShiftByOne) {
+            key.hash = items[(slot.index + 1) % items.len()].key.hash;
+        }
+        if mutant::on(Mutant::WrongRank) {
+            space.rank = Rank { index: space.rank.index + 1, of: space.rank.of + 1 };
+        }
+        if mutant::on(Mutant::WrongGroup) {
+            key.group = GroupId(key.group.0 + 1);
+        }
+        if self.parts.shared.index.lock().get(&space, &key).is_some() {
+            return self.resolve(slot, Outcome::Held);
+        }
+        if let Some(others) = self.pending.get_mut(&(space, key)) {
+            others.push(slot);
+            return;
+        }
+        if self.parts.log.stopped().is_some() {
+            return self.fail(slot, "read_only");
+        }
+        self.pending.insert((space, key), Vec::new());
+        let since = self.parts.clock.now();
+        let write =
+            Write { slot, rows: rows.clone(), row: item.row, space, key, position: item.position, since };
+        self.writes.push_back(write);
+    }
+
+    /// A row is asked for.
+    fn ask(&mut self, slot: Slot, rows: &Arc<Rows>, item: &RowItem, deadline: Option<Micros>) {
+        if let Err(reason) = self.may_touch(rows, item) {
+            return self.fail(slot, reason);
+        }
+        if self.parts.shared.index.lock().get(&rows.space, &item.key).is_none() {
+            return self.fail(slot, "not_held");
+        }
+        let reader = Reader::Row { slot, rows: rows.clone(), row: item.row, deadline };
+        let (space, position) = (rows.space, Some(item.position));
+        self.reads.push_back(Read { reader, space, key: item.key, position, asked: None });
+    }
+
+    /// Starts what can be started.
+    fn advance(&mut self) {
+        self.advance_log();
+        self.prepare_writes();
+        while self.flights.len() < self.parts.depth && self.start_one() {}
+        self.advance_log();
+    }
+
+    /// False when there is nothing that can be started.
+    fn start_one(&mut self) -> bool {
+        let now = self.parts.clock.now();
+        let impatient = self.ready.front().is_some_and(|(write, _)| now.since(write.since) > PATIENCE);
+        if impatient && self.start_next_write() {
+            return true;
+        }
+        if let Some(read) = self.reads.pop_front() {
+            self.start_read(read);
+            return true;
+        }
+        self.start_next_write()
+    }
+
+    fn start_next_write(&mut self) -> bool {
+        match self.ready.pop_front() {
+            Some((write, checksum)) => self.start_write(write, checksum),
+            None => false,
+        }
+    }
+
+    /// Keeps as many rows summed as the drive can take, and no more: they are summed late so that they fail early.
+    fn prepare_writes(&mut self) {
+        while self.preparing + self.ready.len() < self.parts.depth {
+            let Some(write) = self.writes.pop_front() else { return };
+            self.with_hands += 1;
+            self.preparing += 1;
+            let events = self.parts.events.clone();
+            self.parts.hands.give(move || {
+                if !mutant::on(Mutant::KeepForeignBytes) {
+                    let group = GroupId(write.key.group.0 - u32::from(mutant::on(Mutant::WrongGroup)));
+                    write.rows.blank_uncovered(write.row, group.0);
+                }
+                let checksum = write.rows.look(write.row, |bytes| crc64(&[bytes]));
+                let _ = events.send(Event::Prepared(write, checksum));
+            });
+        }
+    }
+
+    /// False when it has to wait for room.
+    fn start_write(&mut self, write: Write, checksum: u64) -> bool {
+        let length = u32::try_from(write.rows.row_bytes()).expect("a row is at most 1 GiB");
+        let (sequence, page) = match self.parts.log.place(length) {
+            Room::At { sequence, page } => (sequence, page),
+            Room::Wait => {
+                self.ready.push_front((write, checksum));
+                return false;
+            }
+            Room::Never => {
+                self.write_failed(&write, "too_large");
+                return true;
+            }
+            Room::Stopped => {
+                self.write_failed(&write, "read_only");
+                return true;
+            }
+        };
+        let Write { space, key, position, .. } = write;
+        let record = Record { store: self.parts.store, sequence, space, key, position, length, checksum };
+        let entry = Entry { space, key, position, page, length, checksum };
+        let dropped = if mutant::on(Mutant::DropPage) { PAGE } else { 0 };
+        let body =
+            Body::Row { rows: write.rows.clone(), row: write.row, len: write.rows.row_bytes() - dropped };
+        let offset = u64::from(page) * PAGE64;
+        let head = Buffer::of(&record.encode());
+        self.submit(Verb::Write, sequence, offset, head, body, Flight::Write(write, sequence, entry));
+        true
+    }
+
+    fn start_read(&mut self, mut read: Read) {
+        let late = |d: Micros| self.parts.clock.now() > d;
+        if matches!(read.reader, Reader::Row { deadline: Some(d), .. } if late(d)) {
+            return self.read_failed(read, "deadline");
+        }
+        let (place, before) = {
+            let index = self.parts.shared.index.lock();
+            let place = index.get(&read.space, &read.key);
+            let stale = place.filter(|_| mutant::on(Mutant::StaleRow));
+            (place, stale.and_then(|place| index.before(&read.space, &place)))
+        };
+        let Some(place) = place else {
+            return self.read_failed(read, "not_held");
+        };
+        if read.position.is_some_and(|position| position != place.position) {
+            return self.read_failed(read, "position");
+        }
+        let (key, place) = before.unwrap_or((read.key, place));
+        let body = match &read.reader {
+            Reader::Row { rows, .. } if rows.row_bytes() != place.length as usize => {
+                return self.read_failed(read, "length");
+            }
+            Reader::Row { rows, row, .. } => {
+                Body::Row { rows: rows.clone(), row: *row, len: rows.row_bytes() }
+            }
+            Reader::Peer { .. } => Body::Own(Buffer::zeroed(
+                usize::try_from(padded(place.length.into())).expect("a row is at most 1 GiB"),
+            )),
+        };
+        read.asked = Some((key, place));
+        self.parts.log.reading(place.sequence);
+        let head = Buffer::zeroed(PAGE);
+        self.submit(Verb::Read, place.sequence, place.offset(), head, body, Flight::Read(read));
+    }
+
+    fn submit(
+        &mut self,
+        verb: Verb,
+        sequence: Sequence,
+        offset: u64,
+        head: Buffer,
+        body: Body,
+        flight: Flight,
+    ) {
+        self.next_tag += 1;
+        let tag = self.next_tag;
+        self.flights.insert(tag, flight);
+        let file = self.parts.handles.get(&sequence).expect("each segment of the log is open").clone();
+        self.parts.disk.submit(Op { tag, verb, file, offset, head, body });
+    }
+
+    /// The drive is through with an operation.
+    fn done(&mut self, done: Done) {
+        let Done { op, result } = done;
+        let flight = self.flights.remove(&op.tag).expect("each operation ends once");
+        match flight {
+            Flight::Write(write, sequence, entry) => {
+                drop(op);
+                self.wrote(&write, sequence, entry, result);
+            }
+            Flight::Read(read) => self.have_read(read, op, result),
+            Flight::Step(step) => {
+                drop(op);
+                self.step_ended(&step, result.map(|()| 0).map_err(|e| say(&step, &e)));
+            }
+        }
+    }
+
+    fn wrote(&mut self, write: &Write, sequence: Sequence, entry: Entry, result: std::io::Result<()>) {
+        if let Err(error) = result {
+            let reason = format!("failed to write a row: {error}");
+            tracing::error!(%error, "failed to write a row; no rows are taken for now");
+            self.parts.log.failed(sequence, reason, self.parts.clock.now());
+            self.write_failed(write, "io");
+            self.fail_writes();
+            return;
+        }
+        self.parts.log.written(sequence, entry);
+        self.parts.shared.index.lock().add(write.space, write.key, Place::of(sequence, &entry));
+        self.parts.shared.metrics.written_bytes.inc_by(entry.length.into());
+        self.resolve(write.slot, Outcome::Stored);
+        for other in self.pending.remove(&(write.space, write.key)).unwrap_or_default() {
+            self.resolve(other, Outcome::Held);
+        }
+    }
+
+    /// The drive does not write: nobody waits for it.
+    fn fail_writes(&mut self) {
+        for write in std::mem::take(&mut self.writes) {
+            self.write_failed(&write, "read_only");
+        }
+        for (write, _) in std::mem::take(&mut self.ready) {
+            self.write_failed(&write, "read_only");
+        }
+    }
+
+    fn have_read(&mut self, read: Read, op: Op, result: std::io::Result<()>) {
+        let (key, place) = read.asked.expect("set when the read began");
+        self.parts.log.read(place.sequence);
+        if let Err(error) = result {
+            tracing::warn!(%error, "failed to read a row; it is dropped");
+            return self.damaged(read, "io");
+        }
+        let Op { head, mut body, .. } = op;
+        let (store, space) = (self.parts.store, read.space);
+        let events = self.parts.events.clone();
+        self.with_hands += 1;
+        self.parts.hands.give(move || {
+            let verdict = Record::decode(&head, store, place.sequence)
+                .and_then(|record| verify(record, &mut body, &space, &key, &place));
+            let _ = events.send(Event::Verified(Box::new(Verified { read, body, verdict })));
+        });
+    }
+
+    fn verified(&mut self, verified: Verified) {
+        let Verified { read, body, verdict } = verified;
+        let record = match verdict {
+            Ok(record) => record,
+            Err(bad) => {
+                tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
+                return self.damaged(read, "damaged");
+            }
+        };
+        self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
+        match (read.reader, body) {
+            (Reader::Row { slot, .. }, body) => {
+                drop(body);
+                self.resolve(slot, Outcome::FromDrive);
+            }
+            (Reader::Peer { reply, .. }, Body::Own(mut payload)) => {
+                payload.truncate(record.length as usize);
+                let Record { position, checksum, .. } = record;
+                let payload = bytes::Bytes::from_owner(payload);
+                self.parts.shared.metrics.served.inc();
+                self.parts.shared.facts.lock().served += 1;
+                let _ = reply.send(Some(super::Record { position, checksum, payload }));
+            }
+            (Reader::Peer { .. }, _) => unreachable!("a peer's row is read into own memory"),
+        }
+    }
+
+    /// A row that was held is not to be had: counted, and not offered again.
+    fn damaged(&mut self, read: Read, reason: &'static str) {
+        let (key, place) = read.asked.expect("set when the read began");
+        // Two reads of one row find the same damage.
+        if self.parts.shared.index.lock().remove(&read.space, &key, &place) {
+            self.parts.shared.metrics.damaged.inc();
+            self.parts.shared.facts.lock().damaged += 1;
+        }
+        self.read_failed(read, reason);
+    }
+
+    fn read_failed(&mut self, read: Read, reason: &'static str) {
+        match read.reader {
+            Reader::Row { slot, .. } => self.fail(slot, reason),
+            Reader::Peer { reply, .. } => {
+                self.count_failure(reason);
+                let _ = reply.send(None);
+            }
+        }
+    }
+
+    fn write_failed(&mut self, write: &Write, reason: &'static str) {
+        self.fail(write.slot, reason);
+        for other in self.pending.remove(&(write.space, write.key)).unwrap_or_default() {
+            self.fail(other, reason);
+        }
+    }
+
+    fn fail(&mut self, slot: Slot, reason: &'static str) {
+        self.count_failure(reason);
+        self.resolve(slot, Outcome::Failed);
+    }
+
+    fn count_failure(&self, reason: &'static str) {
+        self.parts.shared.metrics.failed.with_label_values(&[reason]).inc();
+        self.parts.shared.facts.lock().failed += 1;
+    }
+
+    /// Nothing touches the item's row any more.
+    fn resolve(&mut self, slot: Slot, outcome: Outcome) {
+        let metrics = &self.parts.shared.metrics;
+        {
+            let mut facts = self.parts.shared.facts.lock();
+            match outcome {
+                Outcome::Stored => (facts.stored, _) = (facts.stored + 1, metrics.stored.inc()),
+                Outcome::Held => (facts.held, _) = (facts.held + 1, metrics.held.inc()),
+                Outcome::FromDrive => (facts.loaded, _) = (facts.loaded + 1, metrics.loaded.inc()),
+                Outcome::Failed | Outcome::FromPeer => {}
+            }
+        }
+        let job = self.jobs.get_mut(&slot.job).expect("a job stays until all of its items have an outcome");
+        job.outcomes[slot.index] = outcome;
+        job.left -= 1;
+        let (area, left) = (job.area, job.left);
+        if let Some(area) = self.areas.get_mut(&area) {
+            area.busy = area.busy.saturating_sub(1);
+        }
+        if left == 0 {
+            self.finish_job_if_done(slot.job);
+        }
+        self.settle_area(area);
+    }
+
+    fn finish_job_if_done(&mut self, number: u64) {
+        if self.jobs.get(&number).is_some_and(|job| job.left == 0) {
+            let job = self.jobs.remove(&number).expect("looked at just now");
+            // Figures first: whoever has the answer finds them.
+            self.publish();
+            let _ = job.reply.send(job.outcomes);
+        }
+    }
+
+    /// Does what the log wants done.
+    fn advance_log(&mut self) {
+        while self.closing.is_none()
+            && let Some(step) = self.parts.log.step(self.parts.clock.now())
+        {
+            self.begin_step(step);
+        }
+        if self.parts.log.stopped().is_some() {
+            self.fail_writes();
+        }
+    }
+
+    fn begin_step(&mut self, step: Step) {
+        let none = || Buffer::zeroed(0);
+        match step.clone() {
+            Step::Sync(sequence) => {
+                self.submit(Verb::Sync, sequence, 0, none(), Body::None, Flight::Step(step));
+            }
+            Step::Foot { sequence, offset, bytes } => {
+                self.submit(
+                    Verb::Write,
+                    sequence,
+                    offset,
+                    Buffer::of(&bytes),
+                    Body::None,
+                    Flight::Step(step),
+                );
+            }
+            Step::Forget(sequence) => {
+                let rows = self.parts.shared.index.lock().forget(sequence);
+                tracing::info!(segment = sequence.0, rows, "making room: the oldest segment goes");
+            }
+            Step::Remove(sequence) => {
+                // The last descriptor goes before the name: then the room is free when the removal has ended.
+                self.parts.handles.remove(&sequence);
+                self.file_step(step, move |files| {
+                    files.remove(&segment_name(sequence))?;
+                    Ok((None, 0))
+                });
+            }
+            Step::Create(head) => self.file_step(step, move |files| {
+                let (handle, taken) =
+                    files.create(&segment_name(head.sequence), head.size, &head.encode())?;
+                Ok((Some(handle), taken))
+            }),
+        }
+    }
+
+    fn file_step(
+        &mut self,
+        step: Step,
+        act: impl FnOnce(&Files) -> std::io::Result<(Option<Handle>, u64)> + Send + 'static,
+    ) {
+        self.with_hands += 1;
+        let (files, events) = (self.parts.files.clone(), self.parts.events.clone());
+        self.parts.hands.give(move || {
+            let result = act(&files).map_err(|e| say(&step, &e));
+            drop(files);
+            let _ = events.send(Event::Stepped(step, result));
+        });
+    }
+
+    fn file_step_ended(&mut self, step: &Step, result: Result<(Option<Handle>, u64), String>) {
+        let result = result.map(|(handle, taken)| {
+            if let (Step::Create(head), Some(handle)) = (step, handle) {
+                self.parts.handles.insert(head.sequence, handle);
+            }
+            taken
+        });
+        self.step_ended(step, result);
+    }
+
+    fn step_ended(&mut self, step: &Step, result: Result<u64, String>) {
+        if let Err(reason) = &result {
+            tracing::error!(%reason, "no rows are taken for now; serving goes on");
+        }
+        let was_stopped = self.parts.log.stopped().is_some();
+        let next = self.parts.log.stepped(step, result, self.parts.clock.now());
+        if was_stopped && self.parts.log.stopped().is_none() {
+            tracing::info!("the drive writes again; rows are taken");
+        }
+        if let Some(next) = next {
+            self.begin_step(next);
+        }
+    }
+
+    /// Figures for those who look from outside.
+    fn publish(&self) {
+        let log = &self.parts.log;
+        let metrics = &self.parts.shared.metrics;
+        let rows = self.parts.shared.index.lock().rows();
+        let mut facts = self.parts.shared.facts.lock();
+        metrics.reclaimed.inc_by(log.reclaimed() - facts.reclaimed);
+        facts.capacity = log.capacity();
+        facts.used = log.used();
+        facts.segments = log.segments();
+        facts.sealed = log.sealed();
+        facts.reclaimed = log.reclaimed();
+        if facts.read_only.as_deref() != log.stopped() {
+            facts.read_only = log.stopped().map(str::to_owned);
+        }
+        if facts.attached.len() != self.areas.len()
+            || !self.areas.values().all(|a| facts.attached.contains(&a.space))
+        {
+            facts.attached = self.areas.values().map(|a| a.space).collect();
+        }
+        let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        metrics.used_bytes.set(i64::try_from(facts.used).unwrap_or(i64::MAX));
+        metrics.rows.set(i64::try_from(rows).unwrap_or(i64::MAX));
+        metrics.segments.set(count(facts.segments));
+        metrics.queued_reads.set(count(self.reads.len()));
+        metrics.queued_writes.set(count(self.writes.len() + self.preparing + self.ready.len()));
+        metrics.in_flight.set(count(self.flights.len()));
+        metrics.read_only.set(i64::from(facts.read_only.is_some()));
+    }
+}
+
+/// Items in the order in which they end in their prompt, with their place in the call.
+fn in_order(items: &[RowItem]) -> Vec<(usize, RowItem)> {
+    let mut all: Vec<_> = items.iter().copied().enumerate().collect();
+    all.sort_by_key(|(_, item)| item.position);
+    all
+}
+
+/// Whether a record is the one that was asked for, and its payload what was written.
+fn verify(
+    record: Record,
+    body: &mut Body,
+    space: &Space,
+    key: &RowKey,
+    place: &Place,
+) -> Result<Record, Bad> {
+    let same = record.key == *key && record.space == *space && record.position == place.position;
+    if !same && !mutant::on(Mutant::SkipKeyCheck) {
+        return Err(Bad::OtherRow);
+    }
+    if record.length != place.length {
+        return Err(Bad::Bounds("the payload"));
+    }
+    let checksum = body.with(|bytes| crc64(&[&bytes[..record.length as usize]]));
+    if checksum != record.checksum && !mutant::on(Mutant::SkipChecksum) {
+        return Err(Bad::Checksum);
+    }
+    Ok(record)
+}
+
+fn say(step: &Step, error: &std::io::Error) -> String {
+    let what = match step {
+        Step::Sync(_) => "make a segment durable",
+        Step::Foot { .. } => "seal a segment",
+        Step::Remove(_) => "remove a segment",
+        Step::Create(_) => "make a segment",
+        Step::Forget(_) => "forget a segment",
+    };
+    format!("failed to {what}: {error}")
+}
