@@ -7,3 +7,4 @@ pub mod base;
 pub mod meter;
 pub mod settings;
 pub mod tasks;
+pub mod transfer;
