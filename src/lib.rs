@@ -8,3 +8,4 @@ pub mod meter;
 pub mod settings;
 pub mod store;
 pub mod tasks;
+pub mod transfer;

@@ -1,0 +1,121 @@
+//! Rows of another node, read straight into this node's rows.
+//!
+//! One side serves: whoever shows a ticket of a live control session may ask for rows, and gets them in the order
+//! asked ([`Server`]). The other side fetches: a [`Fetcher`] keeps one connection (a rail) per data address of its
+//! peer, and each rail takes the next few rows of whatever is to be fetched when it is free, so all are used, a slow
+//! one carries less and a dead one nothing. A payload goes from the socket into the row that the engine reads.
+//!
+//! Nothing is accepted without its checksum, nothing is written once the fetch has returned ([`piece`]), and no
+//! failure is an error: a row that does not come is a miss. Connections are not encrypted; the ticket is.
+
+mod fabric;
+mod piece;
+mod rail;
+mod serve;
+mod wire;
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use prometheus::{IntCounter, IntCounterVec, IntGauge};
+
+pub use fabric::{Fabric, Listener, MemNet, Stream};
+pub use rail::Fetcher;
+pub use serve::{Server, Tickets};
+pub use wire::{TICKET, Ticket, put_space, same_secret, take_space};
+
+use crate::base::block::{RowKey, Space};
+use crate::meter::Meter;
+
+/// A row as it lies on the serving node's drive.
+#[derive(Clone, Debug)]
+pub struct Record {
+    pub position: u32,
+    /// crc64-nvme over `payload`, made before it was written.
+    pub checksum: u64,
+    pub payload: Bytes,
+}
+
+/// Where a server reads rows.
+pub trait Shelf: Send + Sync + 'static {
+    fn read(&self, space: Space, key: RowKey) -> BoxFuture<'static, Option<Record>>;
+}
+
+/// Why a row did not come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The peer does not have it any more.
+    Missing,
+    /// Its bytes are not those that were stored.
+    Checksum,
+    /// It is another row than the one asked for, or of another size.
+    Mismatch,
+    /// It did not arrive in time.
+    Deadline,
+    /// The connection ended or there is none.
+    Connection,
+}
+
+impl Reason {
+    const ALL: [Self; 5] = [Self::Missing, Self::Checksum, Self::Mismatch, Self::Deadline, Self::Connection];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Missing => "missing",
+            Self::Checksum => "checksum",
+            Self::Mismatch => "mismatch",
+            Self::Deadline => "deadline",
+            Self::Connection => "connection",
+        }
+    }
+}
+
+/// Series of this module. Made once per node.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    received_bytes: IntCounter,
+    received_rows: IntCounter,
+    failed_rows: IntCounterVec,
+    sent_bytes: IntCounter,
+    sent_rows: IntCounter,
+    missing_rows: IntCounter,
+    refused: IntCounter,
+    rails: IntGauge,
+}
+
+impl Metrics {
+    pub fn new(meter: &Meter) -> Self {
+        let failed_rows = meter.counters(
+            "transfer_rows_failed_total",
+            "Rows asked for from another node that did not come, by reason.",
+            &["reason"],
+        );
+        for reason in Reason::ALL {
+            failed_rows.with_label_values(&[reason.label()]);
+        }
+        Self {
+            received_bytes: meter
+                .counter("transfer_received_bytes_total", "Bytes of rows received from other nodes."),
+            received_rows: meter
+                .counter("transfer_received_rows_total", "Rows received from other nodes and verified."),
+            failed_rows,
+            sent_bytes: meter.counter("transfer_sent_bytes_total", "Bytes of rows sent to other nodes."),
+            sent_rows: meter.counter("transfer_sent_rows_total", "Rows sent to other nodes."),
+            missing_rows: meter.counter(
+                "transfer_missing_rows_total",
+                "Rows that other nodes asked for and that were not there or not readable.",
+            ),
+            refused: meter.counter(
+                "transfer_refused_connections_total",
+                "Data connections closed because their ticket or their requests were not in order.",
+            ),
+            rails: meter.gauge("transfer_rails", "Data connections to other nodes that are up."),
+        }
+    }
+
+    fn failed(&self, reason: Reason, rows: usize) {
+        self.failed_rows.with_label_values(&[reason.label()]).inc_by(rows as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests;
