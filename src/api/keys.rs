@@ -1,0 +1,153 @@
+//! API keys: a file of `name:key` lines. Kept as hashes and compared in constant time; never logged, never shown.
+
+use std::path::{Path, PathBuf};
+
+use http::header::{self, HeaderMap};
+use sha2::{Digest, Sha256};
+
+use crate::router::Refusal;
+
+/// The keys that open the API. None: it is open to everybody who reaches the port.
+#[derive(Clone, Default)]
+pub struct Keys(Option<Vec<Key>>);
+
+#[derive(Clone)]
+struct Key {
+    name: String,
+    hash: [u8; 32],
+}
+
+/// Why the keys cannot be used. Says the line, never what it holds.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("failed to read the API keys in {0}: {1}")]
+    Read(PathBuf, std::io::Error),
+    #[error("line {line} of {path} is not `name:key` with a key of at least {KEY_MIN} characters")]
+    Line { path: PathBuf, line: usize },
+    #[error("{0} holds no API key")]
+    Empty(PathBuf),
+}
+
+/// Shorter keys can be guessed over the network.
+const KEY_MIN: usize = 8;
+
+impl std::fmt::Debug for Keys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.0.iter().flatten().map(|key| &key.name)).finish()
+    }
+}
+
+impl Keys {
+    pub fn none() -> Self {
+        Self(None)
+    }
+
+    /// Reads a file of keys. Empty lines and those that begin with `#` are skipped.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let text = std::fs::read_to_string(path).map_err(|error| Error::Read(path.to_owned(), error))?;
+        let mut keys = Vec::new();
+        for (n, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let wrong = || Error::Line { path: path.to_owned(), line: n + 1 };
+            let (name, key) = line.split_once(':').ok_or_else(wrong)?;
+            let (name, key) = (name.trim(), key.trim());
+            if name.is_empty() || key.len() < KEY_MIN {
+                return Err(wrong());
+            }
+            keys.push(Key { name: name.to_owned(), hash: Sha256::digest(key).into() });
+        }
+        if keys.is_empty() {
+            return Err(Error::Empty(path.to_owned()));
+        }
+        Ok(Self(Some(keys)))
+    }
+
+    pub fn required(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// The name of the key that a request brings. None: no key is needed.
+    pub fn check(&self, headers: &HeaderMap) -> Result<Option<&str>, Refusal> {
+        let Some(keys) = &self.0 else { return Ok(None) };
+        let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
+            let (scheme, key) = value.as_bytes().split_at_checked(7)?;
+            scheme.eq_ignore_ascii_case(b"bearer ").then_some(key.trim_ascii())
+        });
+        let plain = headers.get("x-api-key").map(|value| value.as_bytes());
+        let mut found = None;
+        for brought in bearer.into_iter().chain(plain) {
+            let hash: [u8; 32] = Sha256::digest(brought).into();
+            // Every key is looked at to its end, whichever fits.
+            for key in keys {
+                if same(&hash, &key.hash) {
+                    found = Some(key.name.as_str());
+                }
+            }
+        }
+        found.map(Some).ok_or(Refusal::NoKey)
+    }
+}
+
+/// Compares without an end that depends on where they differ. Of hashes, so that even a compiler that undoes this
+/// gives away nothing about a key.
+fn same(one: &[u8; 32], two: &[u8; 32]) -> bool {
+    let differ = one.iter().zip(two).fold(0, |acc, (a, b)| std::hint::black_box(acc | (a ^ b)));
+    differ == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(text: &str) -> Result<Keys, Error> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        Keys::read(file.path())
+    }
+
+    fn headers(name: &'static str, value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(header::HeaderName::from_static(name), value.parse().unwrap())])
+    }
+
+    #[test]
+    fn a_key_opens_by_either_header_and_is_named() {
+        let keys = keys("# ours\n\nann: secret-of-ann\nbob:colon:in:key\n").unwrap();
+        for (name, value, who) in [
+            ("authorization", "Bearer secret-of-ann", "ann"),
+            ("authorization", "bearer  secret-of-ann ", "ann"),
+            ("x-api-key", "colon:in:key", "bob"),
+        ] {
+            assert_eq!(keys.check(&headers(name, value)), Ok(Some(who)), "{value}");
+        }
+        for (name, value) in [
+            ("authorization", "secret-of-ann"),
+            ("authorization", "Basic secret-of-ann"),
+            ("x-api-key", "secret-of-an"),
+            ("x-api-key", ""),
+            ("cookie", "secret-of-ann"),
+        ] {
+            assert_eq!(keys.check(&headers(name, value)), Err(Refusal::NoKey), "{value}");
+        }
+    }
+
+    #[test]
+    fn without_keys_everybody_may() {
+        assert_eq!(Keys::none().check(&HeaderMap::new()), Ok(None));
+    }
+
+    #[test]
+    fn a_file_that_would_leave_the_door_open_is_an_error_that_shows_no_key() {
+        assert!(matches!(keys("# nothing\n"), Err(Error::Empty(_))));
+        for text in ["a:long-enough\nno-colon-secret", "ok:long-enough\nx:short"] {
+            let error = keys(text).unwrap_err().to_string();
+            assert!(
+                error.contains("line 2") && !error.contains("secret") && !error.contains("short\""),
+                "{error}"
+            );
+        }
+        assert!(!format!("{:?}", keys("ann:secret-of-ann").unwrap()).contains("secret"));
+    }
+}

@@ -1,0 +1,229 @@
+//! A request in flight: counted from its admission to the last byte of its answer, whichever way it ends.
+//!
+//! The guard rides in the future that waits for the answer and then in the answer's body. Dropping either, by the
+//! end, an error or a client that hangs up, takes the request off the counts and tells what became of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::ask::{Ask, Endpoint};
+use super::prefix::{self, Mark};
+use super::refusal::Refusal;
+use super::state::Shared;
+use super::usage::{Tail, Usage};
+use crate::base::clock::{Micros, unix_seconds};
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum End {
+    /// The answer was passed on whole. It may be an engine's error.
+    Whole,
+    /// The client went away before.
+    HungUp,
+    /// The engine broke off or fell silent after the answer had begun.
+    Broken,
+    /// Answered by the router itself.
+    Refused,
+}
+
+/// Status under which a client that hung up before an answer is counted, as web servers do.
+pub const HUNG_UP: u16 = 499;
+
+/// What became of a request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Outcome {
+    /// The `X-Request-Id` it was answered with.
+    pub id: String,
+    /// What the engine's own id of it begins with; `-` or `_` and a few characters follow.
+    pub engine_id: String,
+    pub endpoint: Endpoint,
+    pub model: Option<String>,
+    /// The node whose engine answered. None: none was asked.
+    pub node: Option<String>,
+    /// The node that it came in at, when another passed it on to this one.
+    pub forwarded_from: Option<String>,
+    pub started_unix_s: u64,
+    /// Until the first byte of a stream.
+    pub ttft: Option<Duration>,
+    pub duration: Duration,
+    pub status: u16,
+    pub end: End,
+    pub stream: bool,
+    /// Bytes of the answer's body that were passed on.
+    pub bytes: u64,
+    pub usage: Option<Usage>,
+    /// Bytes of the canonical prompt, and how many of them the node was believed to know.
+    pub prompt_bytes: u64,
+    pub known_bytes: u64,
+    /// Tries on another node.
+    pub retries: u32,
+    /// Why it went where it went, in a sentence.
+    pub why: String,
+}
+
+/// The guard.
+#[derive(Debug)]
+pub struct Flight {
+    shared: Arc<Shared>,
+    begin: Micros,
+    ready: Option<Micros>,
+    added: Option<Duration>,
+    prefix: Vec<Mark>,
+    session: Option<Mark>,
+    tail: Tail,
+    done: bool,
+    out: Outcome,
+}
+
+impl Flight {
+    /// Admits a request, or says why not.
+    pub(super) fn admit(
+        shared: &Arc<Shared>,
+        endpoint: Endpoint,
+        id: String,
+        forwarded_from: Option<String>,
+    ) -> Result<Self, Refusal> {
+        shared.enter(forwarded_from.as_deref())?;
+        Ok(Self {
+            begin: shared.clock.now(),
+            shared: Arc::clone(shared),
+            ready: None,
+            added: None,
+            prefix: Vec::new(),
+            session: None,
+            tail: Tail::default(),
+            done: false,
+            out: Outcome {
+                engine_id: endpoint.engine_id(&id),
+                id,
+                endpoint,
+                model: None,
+                node: None,
+                forwarded_from,
+                started_unix_s: unix_seconds(),
+                ttft: None,
+                duration: Duration::ZERO,
+                status: HUNG_UP,
+                end: End::HungUp,
+                stream: false,
+                bytes: 0,
+                usage: None,
+                prompt_bytes: 0,
+                known_bytes: 0,
+                retries: 0,
+                why: String::new(),
+            },
+        })
+    }
+
+    pub fn id(&self) -> &str {
+        &self.out.id
+    }
+
+    /// The id that the engine is to use where the body carries it.
+    pub fn engine_id(&self) -> &str {
+        &self.out.engine_id
+    }
+
+    pub fn endpoint(&self) -> Endpoint {
+        self.out.endpoint
+    }
+
+    pub fn node(&self) -> Option<&str> {
+        self.out.node.as_deref()
+    }
+
+    pub(super) fn prefix(&self) -> &[Mark] {
+        &self.prefix
+    }
+
+    /// The request is whole and read: from here on the router is what it waits for.
+    pub fn body_arrived(&mut self) {
+        self.ready = Some(self.shared.clock.now());
+    }
+
+    /// What it asks for is known.
+    pub fn asked(&mut self, ask: &Ask) {
+        self.out.model = ask.model.clone();
+        self.out.stream = ask.stream;
+        self.out.prompt_bytes = ask.prompt_bytes;
+        self.prefix.clone_from(&ask.prefix);
+        self.session = ask.session.as_deref().map(prefix::session);
+        if let (Endpoint::Responses, Some(id)) = (ask.endpoint, &ask.request_id) {
+            self.out.engine_id.clone_from(id);
+        }
+    }
+
+    /// It goes to `node`, leaving the one before, if any.
+    pub(super) fn placed(&mut self, node: &str, known_bytes: u64, why: String) {
+        let before = self.out.node.replace(node.to_owned());
+        if before.is_some() {
+            self.out.retries += 1;
+        }
+        self.shared.move_to(before.as_deref(), node);
+        self.out.known_bytes = known_bytes;
+        self.out.why = why;
+    }
+
+    /// It is handed to the relay. Only the first time counts: a retry waits for a node, not for the router.
+    pub(super) fn sent(&mut self) {
+        let now = self.shared.clock.now();
+        self.added.get_or_insert(now.since(self.ready.unwrap_or(self.begin)));
+    }
+
+    /// What the router has added so far.
+    pub fn added(&self) -> Duration {
+        self.added.unwrap_or_default()
+    }
+
+    /// The router answers itself.
+    pub fn refused(&mut self, status: u16) {
+        self.out.status = status;
+        self.out.end = End::Refused;
+        self.done = true;
+    }
+
+    /// The engine's answer begins. Until its body has passed it counts as hung up.
+    pub(super) fn answered(&mut self, status: u16) {
+        self.out.status = status;
+    }
+
+    /// Bytes of the answer pass.
+    pub(super) fn passing(&mut self, bytes: &[u8], stream: bool) {
+        if self.out.bytes == 0 {
+            if stream {
+                self.out.ttft = Some(self.shared.clock.now().since(self.begin));
+            }
+            // The first byte says that the prompt is computed: from now on the node knows it.
+            if let (200, true, Some(node)) = (self.out.status, self.out.endpoint.generates(), &self.out.node)
+            {
+                self.shared.learn(node, &self.prefix, self.session);
+                if self.out.endpoint == Endpoint::Responses {
+                    self.shared.holds(node, &self.out.engine_id);
+                }
+            }
+        }
+        self.out.bytes += bytes.len() as u64;
+        self.tail.push(bytes);
+    }
+
+    pub(super) fn ended(&mut self, end: End) {
+        self.out.end = end;
+        self.done = true;
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        // Many clients close as soon as they have read the stream's last event.
+        if !self.done && self.tail.whole() {
+            self.out.end = End::Whole;
+        }
+        self.out.duration = self.shared.clock.now().since(self.begin);
+        self.out.usage = self.tail.usage();
+        self.shared.leave(&self.out, self.added);
+    }
+}

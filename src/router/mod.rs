@@ -1,0 +1,366 @@
+//! Judgement: which node serves a request, and the way there and back.
+//!
+//! `ask` reads what a request asks for, `prefix` remembers what each node computed, `policy` decides: all three
+//! are pure. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
+//! `state` holds what they share.
+//!
+//! Promises: bytes pass unchanged both ways. A client that goes away ends the work upstream at once. A request is
+//! tried on a second node at most once, and only while nothing of an answer has been passed on: when the first
+//! could not be reached or said 502, 503 or 504. A request that another node passed on is served here or refused,
+//! never passed on again.
+
+mod ask;
+mod catalog;
+mod flight;
+mod passage;
+mod policy;
+mod prefix;
+mod refusal;
+mod relay;
+mod state;
+mod usage;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::header::{self, HeaderMap, HeaderValue};
+use http::{Response, StatusCode};
+use hyper::body::Incoming;
+use tokio::sync::broadcast;
+
+use crate::base::clock::Clock;
+use crate::meter::Meter;
+
+pub use ask::{Ask, Endpoint};
+pub use flight::{End, Flight, HUNG_UP, Outcome};
+pub use passage::Passage;
+pub use policy::{Candidate, Decision, Fit, MARGIN, place};
+pub use prefix::Mark;
+pub use refusal::Refusal;
+pub use relay::{BOX, Call, Dial, FORWARDED, REQUEST_ID, ROUTER_US, Wire, nobody};
+pub use state::{Note, Own, Peer};
+pub use usage::Usage;
+
+/// What a router is made with.
+pub struct Options {
+    /// This node's name.
+    pub name: String,
+    /// Whether requests may go to the other node when that looks better (`router.share`).
+    pub share: bool,
+    /// How long a silent engine is waited for (`router.idle_timeout_s`).
+    pub idle: Duration,
+    /// Most requests in flight (`listen.max_requests`).
+    pub max_requests: u32,
+    pub dial: Dial,
+}
+
+/// What binds a request to a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Aim {
+    /// The policy decides.
+    Best,
+    /// Here, and why.
+    Here(String),
+    /// The client asks for this node.
+    Pinned(String),
+    /// It continues something that only this node has.
+    Held(String),
+    /// It costs next to nothing: the own engine while it can.
+    Near,
+}
+
+/// The router. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Router {
+    shared: Arc<state::Shared>,
+    relay: relay::Relay,
+    share: bool,
+    idle: Duration,
+}
+
+/// An answer that is not a stream is taken in up to this size before its head is passed on, so that an engine that
+/// dies in the middle becomes a 502 and not half a document. Larger ones pass as they come.
+const WHOLE_MAX: usize = 4 << 20;
+
+impl Router {
+    pub fn new(options: Options, clock: Clock, meter: &Meter) -> Self {
+        let Options { name, share, idle, max_requests, dial } = options;
+        let shared = Arc::new(state::Shared::new(name, max_requests, clock, meter));
+        Self { shared, relay: relay::Relay::new(dial), share, idle }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// This node's engine has changed.
+    pub fn set_own(&self, own: Own) {
+        self.shared.set_own(own);
+    }
+
+    /// All other nodes as they are now.
+    pub fn set_peers(&self, peers: Vec<Peer>) {
+        self.shared.set_peers(peers);
+    }
+
+    /// What to tell the other nodes.
+    pub fn note(&self) -> Note {
+        self.shared.note()
+    }
+
+    /// What became of each request, from now on.
+    pub fn outcomes(&self) -> broadcast::Receiver<Outcome> {
+        self.shared.outcomes.subscribe()
+    }
+
+    /// The nodes as the next request would find them.
+    pub fn candidates(&self, ask: &Ask) -> Vec<Candidate> {
+        self.shared.candidates(ask)
+    }
+
+    pub fn in_flight(&self) -> u32 {
+        self.shared.in_flight()
+    }
+
+    /// Admits no more requests: they get 503 with a time to try again.
+    pub fn drain(&self) {
+        self.shared.drain();
+    }
+
+    /// Waits until the requests in flight have ended, at most `limit`. Returns how many are left.
+    pub async fn idle(&self, limit: Duration) -> u32 {
+        let _ = tokio::time::timeout(limit, self.shared.idle()).await;
+        self.in_flight()
+    }
+
+    /// Counts a request from now on, or refuses it. `forwarded_from` is the node that passed it on to us.
+    pub fn admit(
+        &self,
+        endpoint: Endpoint,
+        id: String,
+        forwarded_from: Option<String>,
+    ) -> Result<Flight, Refusal> {
+        let from = forwarded_from.map(|name| self.shared.known_peer(&name));
+        let flight = Flight::admit(&self.shared, endpoint, id, from);
+        if let Err(refusal) = &flight {
+            self.turned_away(endpoint, refusal);
+        }
+        flight
+    }
+
+    /// Counts a request that was refused before it was admitted.
+    pub fn turned_away(&self, endpoint: Endpoint, refusal: &Refusal) {
+        let labels = [endpoint.name(), &refusal.status().to_string(), "none"];
+        self.shared.series.requests.with_label_values(&labels).inc();
+    }
+
+    /// Whether somebody serves the model that is asked for.
+    pub fn knows(&self, ask: &Ask) -> Result<(), Refusal> {
+        let (Some(asked), Some(known)) = (&ask.model, self.shared.models()) else { return Ok(()) };
+        if known.is_empty() {
+            return Err(Refusal::NotReady(format!("{} has no engine yet", self.name())));
+        }
+        if known.contains(asked) {
+            return Ok(());
+        }
+        Err(Refusal::UnknownModel { asked: asked.chars().take(256).collect(), known })
+    }
+
+    /// The node that has a response of `/v1/responses`, if it was made through this router and the node is there.
+    pub fn holder(&self, response: &str) -> Option<String> {
+        let node = self.shared.holder(response)?;
+        let all = self.shared.candidates(&Ask::bare(Endpoint::ResponseById));
+        all.iter().any(|c| c.node == node && !matches!(c.fit, Fit::Unfit(_))).then_some(node)
+    }
+
+    /// Sends a request where it belongs and brings back the answer. On an error the flight has ended with it.
+    pub async fn carry(
+        &self,
+        mut flight: Flight,
+        ask: &Ask,
+        aim: Aim,
+        call: &Call,
+    ) -> Result<Response<Passage>, Refusal> {
+        flight.asked(ask);
+        match Box::pin(self.fetch(&mut flight, ask, &aim, call)).await {
+            Err(refusal) => {
+                flight.refused(refusal.status());
+                Err(refusal)
+            }
+            Ok(Fetched { answer, held, rest, events }) => {
+                flight.answered(answer.status.as_u16());
+                let headers = self.dress(&flight, answer.headers);
+                let mut response = Response::new(Passage::new(held, rest, self.idle, events, flight));
+                (*response.status_mut(), *response.headers_mut()) = (answer.status, headers);
+                Ok(response)
+            }
+        }
+    }
+
+    /// Tries one node and, where that may help, a second.
+    async fn fetch(
+        &self,
+        flight: &mut Flight,
+        ask: &Ask,
+        aim: &Aim,
+        call: &Call,
+    ) -> Result<Fetched, Refusal> {
+        let first = self.choose(ask, aim, None)?;
+        let once = self.attempt(flight, &first, call).await;
+        let bound = matches!(aim, Aim::Here(_) | Aim::Pinned(_) | Aim::Held(_));
+        if bound || !worth_another(ask.endpoint, &once) {
+            return self.take_in(once?, &first.node).await;
+        }
+        let Ok(second) = self.choose(ask, aim, Some(&first.node)) else {
+            return self.take_in(once?, &first.node).await;
+        };
+        let failure = match &once {
+            Ok(answer) => format!("said {}", answer.status().as_u16()),
+            Err(refusal) => refusal.to_string(),
+        };
+        tracing::info!(
+            id = flight.id(),
+            first = first.node,
+            second = second.node,
+            failure,
+            "trying the other node"
+        );
+        let second = Decision { why: format!("{} failed ({failure}); {}", first.node, second.why), ..second };
+        match (self.attempt(flight, &second, call).await, once) {
+            // An engine's own words are worth more than ours about a node that cannot be reached.
+            (Err(_), Ok(answer)) => self.take_in(answer, &first.node).await,
+            (answer, _) => self.take_in(answer?, &second.node).await,
+        }
+    }
+
+    /// Decides where to go, leaving out a node that was tried.
+    fn choose(&self, ask: &Ask, aim: &Aim, tried: Option<&str>) -> Result<Decision, Refusal> {
+        let mut all = self.shared.candidates(ask);
+        let own = self.name();
+        match aim {
+            Aim::Here(why) => return self.bound(all, own, why.clone()),
+            Aim::Held(node) => return self.bound(all, node, "it holds the response before".into()),
+            Aim::Pinned(node) if all.iter().any(|c| c.node == *node) => {
+                return self.bound(all, node, "the client asks for it".into());
+            }
+            Aim::Pinned(node) => {
+                let known = all.into_iter().map(|c| c.node).collect();
+                return Err(Refusal::UnknownBox { asked: node.chars().take(256).collect(), known });
+            }
+            Aim::Best | Aim::Near => {}
+        }
+        all.retain(|c| Some(c.node.as_str()) != tried);
+        let own_can = all.iter().any(|c| c.node == own && !matches!(c.fit, Fit::Unfit(_)));
+        // Not shared, or not worth a hop: the others only when there is no engine here.
+        if own_can && (*aim == Aim::Near || !self.share) {
+            let why = if self.share { "it costs little" } else { "router.share is off" };
+            return self.bound(all, own, why.into());
+        }
+        place(ask, &all, self.shared.turn()).ok_or_else(|| not_ready(&all))
+    }
+
+    fn bound(&self, all: Vec<Candidate>, node: &str, why: String) -> Result<Decision, Refusal> {
+        match all.into_iter().find(|c| c.node == node) {
+            Some(Candidate { fit: Fit::Unfit(why), .. }) => Err(Refusal::NotReady(format!("{node} {why}"))),
+            Some(Candidate { node, .. }) => Ok(Decision { why: format!("{node} serves it: {why}"), node }),
+            None => Err(Refusal::NotReady(format!("{node} is not there"))),
+        }
+    }
+
+    async fn attempt(
+        &self,
+        flight: &mut Flight,
+        to: &Decision,
+        call: &Call,
+    ) -> Result<Response<Incoming>, Refusal> {
+        let known = self.shared.known(&to.node, flight.prefix());
+        flight.placed(&to.node, known, to.why.clone());
+        flight.sent();
+        let node = to.node.clone();
+        let own = self.shared.own();
+        let way = match node == self.name() {
+            true => relay::To::Engine(&own.url),
+            false => relay::To::Peer { name: &node, own: self.name() },
+        };
+        let sent = self.relay.send(way, call, self.idle).await;
+        sent.map_err(|error| match error {
+            relay::Error::Connect(why) => Refusal::Unreachable { node, why },
+            relay::Error::BrokeOff(why) => Refusal::BrokeOff { node, why },
+            relay::Error::Silent(idle) => Refusal::Silent { node, seconds: idle.as_secs() },
+        })
+    }
+
+    /// Takes in an answer that is no stream, so that its failure can still become a status.
+    async fn take_in(&self, answer: Response<Incoming>, node: &str) -> Result<Fetched, Refusal> {
+        let (answer, mut body) = answer.into_parts();
+        let kind = answer.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
+        let events = kind.starts_with(b"text/event-stream");
+        let whole =
+            kind.starts_with(b"application/json") || answer.headers.contains_key(header::CONTENT_LENGTH);
+        let mut held = VecDeque::new();
+        if events || !whole {
+            return Ok(Fetched { answer, held, rest: Some(body), events });
+        }
+        let (mut wait, mut size) = (passage::Wait::new(self.idle), 0);
+        while size < WHOLE_MAX {
+            let Some(frame) = wait.frame(&mut body, node).await else {
+                return Ok(Fetched { answer, held, rest: None, events });
+            };
+            let frame = frame?;
+            size += frame.data_ref().map_or(0, bytes::Bytes::len);
+            held.push_back(frame);
+        }
+        Ok(Fetched { answer, held, rest: Some(body), events })
+    }
+
+    /// The head of an answer as the client gets it: the engine's, and what we say about the way.
+    fn dress(&self, flight: &Flight, mut headers: HeaderMap) -> HeaderMap {
+        relay::strip_hop(&mut headers);
+        // What the node that served has said stays; it knows best.
+        if let Some(node) = flight.node()
+            && !headers.contains_key(BOX)
+            && let Ok(node) = HeaderValue::from_str(node)
+        {
+            headers.insert(BOX, node);
+        }
+        let there = headers.get(ROUTER_US).and_then(|us| us.to_str().ok()?.parse::<u64>().ok()).unwrap_or(0);
+        let here = u64::try_from(flight.added().as_micros()).unwrap_or(u64::MAX);
+        headers.insert(ROUTER_US, HeaderValue::from(there.saturating_add(here)));
+        if let Ok(id) = HeaderValue::from_str(flight.id()) {
+            headers.insert(REQUEST_ID, id);
+        }
+        headers
+    }
+}
+
+struct Fetched {
+    answer: http::response::Parts,
+    held: VecDeque<http_body::Frame<bytes::Bytes>>,
+    rest: Option<Incoming>,
+    events: bool,
+}
+
+/// Whether the other node may do better. Nothing of an answer has been passed on yet.
+fn worth_another(endpoint: Endpoint, once: &Result<Response<Incoming>, Refusal>) -> bool {
+    match once {
+        Err(refusal) => matches!(refusal, Refusal::Unreachable { .. }),
+        Ok(answer) => match answer.status() {
+            StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => true,
+            // Which node made a response is forgotten with a restart of this one.
+            StatusCode::NOT_FOUND => endpoint == Endpoint::ResponseById,
+            _ => false,
+        },
+    }
+}
+
+fn not_ready(all: &[Candidate]) -> Refusal {
+    let reasons: Vec<String> = all
+        .iter()
+        .filter_map(|c| match &c.fit {
+            Fit::Unfit(why) => Some(format!("{} {why}", c.node)),
+            _ => None,
+        })
+        .collect();
+    Refusal::NotReady(reasons.join(", "))
+}

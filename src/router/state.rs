@@ -1,0 +1,425 @@
+//! The router's one state: who is there, what is in flight where, what each node is known to have computed.
+//!
+//! A small lock guards it; nobody holds it over an await, and what is done under it is a few map operations.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use prometheus::{Histogram, IntCounter, IntCounterVec, IntGauge};
+use serde::{Deserialize, Serialize};
+use tokio::sync::{Notify, broadcast};
+
+use super::ask::Ask;
+use super::flight::{End, Outcome};
+use super::policy::{Candidate, Fit};
+use super::prefix::{self, Known, Mark};
+use super::refusal::Refusal;
+use crate::base::clock::Clock;
+use crate::meter::{Meter, SECONDS};
+
+/// This node's engine as the node sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Own {
+    /// `http://host:port` of the engine.
+    pub url: String,
+    /// Names it serves. Empty: not known, any name is tried.
+    pub models: Vec<String>,
+    pub fit: Fit,
+}
+
+/// The other node as this one hears of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    pub name: String,
+    pub connected: bool,
+    /// What it said last.
+    pub note: Option<Note>,
+}
+
+/// What a node tells the others about itself, with each heartbeat. Sent as JSON; unknown fields are ignored and
+/// missing ones have their defaults, so that two versions can talk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Note {
+    /// Whether its engine can serve, and when not, why.
+    pub ready: bool,
+    pub why: String,
+    /// It serves, but others are better.
+    pub strained: bool,
+    pub models: Vec<String>,
+    /// Requests in flight on its engine.
+    pub in_flight: u32,
+    /// Of these, those that each other node passed on to it.
+    pub from: BTreeMap<String, u32>,
+    /// Hashes of the prefixes it computed last, the oldest first.
+    pub recent: Vec<u64>,
+}
+
+/// Hashes in a note: what a dozen prompts of 40 KiB make, 11 KiB of the 64 KiB that a note may have. A peer that
+/// misses some only guesses worse.
+const RECENT_MAX: usize = 512;
+
+/// Names that a peer's note may bring.
+const MODELS_MAX: usize = 64;
+
+/// Responses whose node is remembered; the engine's own store is in memory too and forgets with it.
+const HELD_MAX: usize = 4096;
+
+#[derive(Debug)]
+struct State {
+    own: Own,
+    peers: BTreeMap<String, Peer>,
+    known: BTreeMap<String, Known>,
+    /// Requests of this router by the node they are at.
+    placed: BTreeMap<String, u32>,
+    /// Requests that other nodes passed on to this one.
+    from: BTreeMap<String, u32>,
+    total: u32,
+    draining: bool,
+    turn: u64,
+    recent: VecDeque<u64>,
+    held: HashMap<String, String>,
+    held_order: VecDeque<String>,
+}
+
+/// Everything that handles, guards and bodies share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub name: String,
+    pub max_requests: u32,
+    pub clock: Clock,
+    pub series: Series,
+    pub outcomes: broadcast::Sender<Outcome>,
+    state: Mutex<State>,
+    left: Notify,
+}
+
+/// The router's series.
+#[derive(Debug)]
+pub(super) struct Series {
+    pub requests: IntCounterVec,
+    pub in_flight: IntGauge,
+    pub added: Histogram,
+    pub ttft: Histogram,
+    pub hangups: IntCounter,
+    pub broken: IntCounter,
+    pub retries: IntCounter,
+}
+
+/// Microseconds from 10 to a tenth of a second: what reading, hashing and placing take.
+const ADDED_US: [f64; 13] =
+    [10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0, 100_000.0];
+
+impl Series {
+    fn new(meter: &Meter) -> Self {
+        Self {
+            requests: meter.counters(
+                "router_requests_total",
+                "Finished requests by endpoint, status and the node whose engine answered",
+                &["endpoint", "code", "node"],
+            ),
+            in_flight: meter.gauge("router_in_flight", "Requests in flight at this node's port"),
+            added: meter.histogram(
+                "router_added_microseconds",
+                "Time from a request's last byte to its being sent on",
+                &ADDED_US,
+            ),
+            ttft: meter.histogram(
+                "router_ttft_seconds",
+                "Time from a request's arrival to the first byte of its stream",
+                &SECONDS,
+            ),
+            hangups: meter.counter("router_hangups_total", "Requests whose client went away before the end"),
+            broken: meter.counter("router_broken_total", "Answers that an engine broke off in the middle"),
+            retries: meter.counter("router_retries_total", "Tries on the other node before the first byte"),
+        }
+    }
+}
+
+/// Outcomes kept for slow listeners; who lags more loses the oldest and is told.
+const OUTCOMES_MAX: usize = 1024;
+
+impl Shared {
+    pub fn new(name: String, max_requests: u32, clock: Clock, meter: &Meter) -> Self {
+        let own = Own { url: String::new(), models: Vec::new(), fit: Fit::Unfit("has no engine yet".into()) };
+        Self {
+            name,
+            max_requests,
+            clock,
+            series: Series::new(meter),
+            outcomes: broadcast::channel(OUTCOMES_MAX).0,
+            left: Notify::new(),
+            state: Mutex::new(State {
+                own,
+                peers: BTreeMap::new(),
+                known: BTreeMap::new(),
+                placed: BTreeMap::new(),
+                from: BTreeMap::new(),
+                total: 0,
+                draining: false,
+                turn: 0,
+                recent: VecDeque::new(),
+                held: HashMap::new(),
+                held_order: VecDeque::new(),
+            }),
+        }
+    }
+
+    pub fn enter(&self, from: Option<&str>) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        if state.draining {
+            return Err(Refusal::Draining);
+        }
+        if state.total >= self.max_requests {
+            return Err(Refusal::Busy { max: self.max_requests });
+        }
+        state.total += 1;
+        if let Some(from) = from {
+            *state.from.entry(from.to_owned()).or_default() += 1;
+        }
+        self.series.in_flight.set(i64::from(state.total));
+        Ok(())
+    }
+
+    pub fn move_to(&self, before: Option<&str>, node: &str) {
+        let mut state = self.state.lock();
+        if let Some(before) = before {
+            less(&mut state.placed, before);
+            self.series.retries.inc();
+        }
+        *state.placed.entry(node.to_owned()).or_default() += 1;
+    }
+
+    pub fn leave(&self, out: &Outcome, added: Option<Duration>) {
+        {
+            let mut state = self.state.lock();
+            state.total = state.total.saturating_sub(1);
+            self.series.in_flight.set(i64::from(state.total));
+            if let Some(node) = &out.node {
+                less(&mut state.placed, node);
+            }
+            if let Some(from) = &out.forwarded_from {
+                less(&mut state.from, from);
+            }
+        }
+        self.left.notify_waiters();
+        self.series
+            .requests
+            .with_label_values(&[
+                out.endpoint.name(),
+                &out.status.to_string(),
+                out.node.as_deref().unwrap_or("none"),
+            ])
+            .inc();
+        if let Some(added) = added {
+            self.series.added.observe(added.as_secs_f64() * 1e6);
+        }
+        if let Some(ttft) = out.ttft {
+            self.series.ttft.observe(ttft.as_secs_f64());
+        }
+        match out.end {
+            End::HungUp => self.series.hangups.inc(),
+            End::Broken => self.series.broken.inc(),
+            End::Whole | End::Refused => {}
+        }
+        // Nobody listening is fine.
+        let _ = self.outcomes.send(out.clone());
+    }
+
+    pub fn learn(&self, node: &str, marks: &[Mark], session: Option<Mark>) {
+        let mut state = self.state.lock();
+        let hashes = marks.iter().copied().chain(session).map(|mark| mark.hash);
+        state.known.entry(node.to_owned()).or_default().learn(hashes.clone());
+        if node == self.name {
+            state.recent.extend(hashes);
+            let surplus = state.recent.len().saturating_sub(RECENT_MAX);
+            state.recent.drain(..surplus);
+        }
+    }
+
+    pub fn holds(&self, node: &str, response: &str) {
+        let mut state = self.state.lock();
+        if state.held.insert(response.to_owned(), node.to_owned()).is_none() {
+            state.held_order.push_back(response.to_owned());
+        }
+        if state.held_order.len() > HELD_MAX
+            && let Some(oldest) = state.held_order.pop_front()
+        {
+            state.held.remove(&oldest);
+        }
+    }
+
+    pub fn holder(&self, response: &str) -> Option<String> {
+        self.state.lock().held.get(response).cloned()
+    }
+
+    pub fn set_own(&self, own: Own) {
+        self.state.lock().own = own;
+    }
+
+    pub fn own(&self) -> Own {
+        self.state.lock().own.clone()
+    }
+
+    pub fn set_peers(&self, peers: Vec<Peer>) {
+        let mut state = self.state.lock();
+        state.known.retain(|node, _| *node == self.name || peers.iter().any(|peer| peer.name == *node));
+        for peer in &peers {
+            if let Some(note) = &peer.note {
+                let recent = note.recent.iter().copied().take(RECENT_MAX);
+                state.known.entry(peer.name.clone()).or_default().learn(recent);
+            }
+        }
+        state.peers = peers
+            .into_iter()
+            .filter(|peer| peer.name != self.name)
+            .map(|mut peer| {
+                if let Some(note) = &mut peer.note {
+                    note.models.truncate(MODELS_MAX);
+                }
+                (peer.name.clone(), peer)
+            })
+            .collect();
+    }
+
+    pub fn note(&self) -> Note {
+        let state = self.state.lock();
+        let (ready, strained, why) = match &state.own.fit {
+            _ if state.draining => (false, false, DRAINING.to_owned()),
+            Fit::Well => (true, false, String::new()),
+            Fit::Strained(why) => (true, true, why.clone()),
+            Fit::Unfit(why) => (false, false, why.clone()),
+        };
+        Note {
+            ready,
+            why,
+            strained,
+            models: state.own.models.clone(),
+            in_flight: state.placed.get(&self.name).copied().unwrap_or(0),
+            from: state.from.clone(),
+            recent: state.recent.iter().copied().collect(),
+        }
+    }
+
+    pub fn candidates(&self, ask: &Ask) -> Vec<Candidate> {
+        let state = self.state.lock();
+        let session = ask.session.as_deref().map(prefix::session);
+        let candidate = |node: &str, fit: Fit, models: &[String], load: u32| {
+            let known = state.known.get(node);
+            let serves = models.is_empty() || ask.model.as_ref().is_none_or(|model| models.contains(model));
+            Candidate {
+                node: node.to_owned(),
+                fit: if serves { fit } else { Fit::Unfit("does not serve this model".into()) },
+                load,
+                known_bytes: known.map_or(0, |known| known.longest(&ask.prefix)),
+                session: session.is_some_and(|mark| known.is_some_and(|known| known.has(mark))),
+            }
+        };
+        let placed = |node: &str| state.placed.get(node).copied().unwrap_or(0);
+        let mut all =
+            vec![candidate(&self.name, state.own.fit.clone(), &state.own.models, placed(&self.name))];
+        for peer in state.peers.values() {
+            let models = peer.note.as_ref().map_or(&[][..], |note| &note.models);
+            all.push(candidate(&peer.name, peer.fit(), models, peer.load(&self.name, placed(&peer.name))));
+        }
+        all
+    }
+
+    /// How many bytes of a prompt `node` is believed to know.
+    pub fn known(&self, node: &str, marks: &[Mark]) -> u64 {
+        self.state.lock().known.get(node).map_or(0, |known| known.longest(marks))
+    }
+
+    /// Counts decisions, so that equals take turns.
+    pub fn turn(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.turn += 1;
+        state.turn - 1
+    }
+
+    /// Names that can be asked for, sorted. None: somebody serves names that are not known, so any may do.
+    pub fn models(&self) -> Option<Vec<String>> {
+        let state = self.state.lock();
+        let mut names = state.own.models.clone();
+        if names.is_empty() && !matches!(state.own.fit, Fit::Unfit(_)) {
+            return None;
+        }
+        for note in state.peers.values().filter(|peer| peer.connected).filter_map(|peer| peer.note.as_ref()) {
+            if note.models.is_empty() && note.ready {
+                return None;
+            }
+            names.extend(note.models.iter().cloned());
+        }
+        names.sort();
+        names.dedup();
+        Some(names)
+    }
+
+    pub fn peers(&self) -> Vec<Peer> {
+        self.state.lock().peers.values().cloned().collect()
+    }
+
+    pub fn in_flight(&self) -> u32 {
+        self.state.lock().total
+    }
+
+    pub fn drain(&self) {
+        self.state.lock().draining = true;
+    }
+
+    /// Waits until nothing is in flight.
+    pub async fn idle(&self) {
+        loop {
+            let left = self.left.notified();
+            tokio::pin!(left);
+            // Registered before looking: what leaves in between is not missed.
+            left.as_mut().enable();
+            if self.in_flight() == 0 {
+                return;
+            }
+            left.await;
+        }
+    }
+}
+
+const DRAINING: &str = "is about to stop";
+
+fn less(counts: &mut BTreeMap<String, u32>, name: &str) {
+    if let Some(count) = counts.get_mut(name) {
+        *count = count.saturating_sub(1);
+        if *count == 0 {
+            counts.remove(name);
+        }
+    }
+}
+
+impl Peer {
+    pub fn fit(&self) -> Fit {
+        match &self.note {
+            _ if !self.connected => Fit::Unfit("is not connected".into()),
+            None => Fit::Unfit("has not said yet that it can serve".into()),
+            Some(note) if !note.ready => Fit::Unfit(format!("cannot serve ({})", note.why)),
+            Some(note) if note.strained => Fit::Strained(note.why.clone()),
+            Some(_) => Fit::Well,
+        }
+    }
+
+    /// Its load: what it said without what came from here, and what is there from here now. A note is as old as
+    /// the heartbeat; our own share is exact.
+    fn load(&self, own: &str, ours: u32) -> u32 {
+        let said = self
+            .note
+            .as_ref()
+            .map_or(0, |note| note.in_flight.saturating_sub(note.from.get(own).copied().unwrap_or(0)));
+        said.saturating_add(ours)
+    }
+}
+
+impl Shared {
+    /// A name for where a forwarded request came from: labels and counts stay bounded by the nodes there are.
+    pub fn known_peer(self: &Arc<Self>, name: &str) -> String {
+        if self.state.lock().peers.contains_key(name) { name.to_owned() } else { "peer".to_owned() }
+    }
+}
