@@ -1,0 +1,3 @@
+//! The faces of a node: what speaks to it from outside.
+
+pub mod local;
