@@ -7,6 +7,7 @@ pub mod api;
 pub mod base;
 pub mod meter;
 pub mod router;
+pub mod mock;
 pub mod settings;
 pub mod store;
 pub mod tasks;

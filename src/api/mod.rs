@@ -13,3 +13,6 @@ pub use serve::{serve, serve_relays};
 pub fn assemble(open: &open::Open, more: axum::Router) -> axum::Router {
     open.routes(open::Entry::Public).merge(more)
 }
+//! The faces of a node: what speaks to it from outside.
+
+pub mod local;

@@ -10,6 +10,7 @@ pub mod codec;
 pub mod fault;
 pub mod frame;
 pub mod geometry;
+pub mod handover;
 pub mod mutant;
 pub mod rows;
 pub mod shm;

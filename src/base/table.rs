@@ -58,20 +58,11 @@ impl Table {
     }
 
     fn place(&self, key: &RowKey) -> (u64, [usize; 2]) {
-        let word = |at: usize| u64::from_le_bytes(key.hash.0[at..at + 8].try_into().expect("8 bytes"));
-        let tag = (word(0) ^ u64::from(key.group.0).wrapping_mul(0x9E37_79B9_7F4A_7C15)) & !3;
-        let tag = if tag == 0 { 4 } else { tag };
-        let mask = self.buckets as u64 - 1;
-        let first = word(8) & mask;
-        let second = (first ^ (1 | (tag >> 32))) & mask;
-        (tag, [usize::try_from(first).expect("masked"), usize::try_from(second).expect("masked")])
+        place(key, self.buckets)
     }
 
     fn find(&self, tag: u64, buckets: [usize; 2]) -> Option<usize> {
-        buckets
-            .into_iter()
-            .flat_map(|b| b * BUCKET..(b + 1) * BUCKET)
-            .find(|&slot| self.map.load(slot) & !3 == tag)
+        find(&self.map, tag, buckets)
     }
 
     /// Says that `holder` has `key`. False when there was no room for it.
@@ -117,11 +108,72 @@ impl Table {
         }
     }
 
+    /// Makes `keys` all that `holder` has. A key that it had and still has never vanishes meanwhile: what is new
+    /// goes in first, what is gone goes out after, and only then what found no room is tried again.
+    pub fn replace(&mut self, holder: Holder, keys: &[RowKey]) {
+        let before = self.overflowed;
+        let crowded: Vec<&RowKey> = keys.iter().filter(|key| !self.add(key, holder)).collect();
+        self.overflowed = before;
+        let kept: std::collections::HashSet<u64> = keys.iter().map(|key| self.place(key).0).collect();
+        for slot in 0..self.slots() {
+            let value = self.map.load(slot);
+            if value & holder as u64 != 0 && !kept.contains(&(value & !3)) {
+                let left = value & 3 & !(holder as u64);
+                self.map.store(slot, if left == 0 { 0 } else { (value & !3) | left });
+            }
+        }
+        for key in crowded {
+            self.add(key, holder);
+        }
+    }
+
     /// Whether `holder` has `key`, as the plugin would see it.
     pub fn has(&self, key: &RowKey, holder: Holder) -> bool {
         let (tag, buckets) = self.place(key);
         self.find(tag, buckets).is_some_and(|slot| self.map.load(slot) & holder as u64 != 0)
     }
+}
+
+/// The reader's side of the table, as the plugin has it.
+#[derive(Debug)]
+pub struct Probe {
+    map: Mapping,
+    buckets: usize,
+}
+
+impl Probe {
+    /// Maps the table of `slots` slots that came with WELCOME.
+    pub fn attach(slots: u32, fd: &std::os::fd::OwnedFd) -> std::io::Result<Self> {
+        let slots = slots as usize;
+        if !slots.is_power_of_two() || slots < 2 * BUCKET {
+            return Err(std::io::Error::other(format!("a lookup table of {slots} slots")));
+        }
+        Ok(Self { map: Mapping::of(fd, slots * 8)?, buckets: slots / BUCKET })
+    }
+
+    /// Who can bring `key`: bits of [`Holder`], 0 for nobody.
+    pub fn holders(&self, key: &RowKey) -> u64 {
+        let (tag, buckets) = place(key, self.buckets);
+        find(&self.map, tag, buckets).map_or(0, |slot| {
+            let value = self.map.load(slot);
+            // The node may have cleared or reused the slot since it was found.
+            if value & !3 == tag { value & 3 } else { 0 }
+        })
+    }
+}
+
+fn place(key: &RowKey, buckets: usize) -> (u64, [usize; 2]) {
+    let word = |at: usize| u64::from_le_bytes(key.hash.0[at..at + 8].try_into().expect("8 bytes"));
+    let tag = (word(0) ^ u64::from(key.group.0).wrapping_mul(0x9E37_79B9_7F4A_7C15)) & !3;
+    let tag = if tag == 0 { 4 } else { tag };
+    let mask = buckets as u64 - 1;
+    let first = word(8) & mask;
+    let second = (first ^ (1 | (tag >> 32))) & mask;
+    (tag, [usize::try_from(first).expect("masked"), usize::try_from(second).expect("masked")])
+}
+
+fn find(map: &Mapping, tag: u64, buckets: [usize; 2]) -> Option<usize> {
+    buckets.into_iter().flat_map(|b| b * BUCKET..(b + 1) * BUCKET).find(|&slot| map.load(slot) & !3 == tag)
 }
 
 #[cfg(test)]
@@ -174,5 +226,44 @@ mod tests {
         let kept = (0..40).filter(|&n| table.add(&key(n), Holder::Drive)).count();
         assert!(kept <= 16);
         assert_eq!(table.overflowed(), 40 - kept as u64);
+    }
+
+    #[test]
+    fn a_probe_sees_what_the_node_says() {
+        let (mut table, fd) = Table::create(64).unwrap();
+        let probe = Probe::attach(64, &fd).unwrap();
+        assert_eq!(probe.holders(&key(1)), 0);
+        table.add(&key(1), Holder::Drive);
+        table.add(&key(1), Holder::Peer);
+        table.add(&key(2), Holder::Peer);
+        assert_eq!((probe.holders(&key(1)), probe.holders(&key(2))), (3, 2));
+        table.forget(Holder::Peer);
+        assert_eq!((probe.holders(&key(1)), probe.holders(&key(2))), (1, 0));
+        assert!(Probe::attach(63, &fd).is_err());
+        assert!(Probe::attach(1 << 20, &fd).is_err());
+    }
+
+    #[test]
+    fn replacing_leaves_exactly_the_new_keys_and_the_other_holders() {
+        let (mut table, _fd) = Table::create(Table::slots_for(400)).unwrap();
+        (0..300).for_each(|n| assert!(table.add(&key(n), Holder::Drive)));
+        (0..50).for_each(|n| assert!(table.add(&key(n), Holder::Peer)));
+        let keys: Vec<RowKey> = (200..400).map(key).collect();
+        table.replace(Holder::Drive, &keys);
+        for n in 0..400 {
+            assert_eq!(table.has(&key(n), Holder::Drive), n >= 200, "{n}");
+            assert_eq!(table.has(&key(n), Holder::Peer), n < 50, "{n}");
+        }
+    }
+
+    #[test]
+    fn replacing_in_a_crowded_table_counts_only_what_stays_out() {
+        let (mut table, _fd) = Table::create(16).unwrap();
+        let before = (0..16).filter(|&n| table.add(&key(n), Holder::Drive)).count();
+        assert!(before > 0);
+        let overflowed = table.overflowed();
+        table.replace(Holder::Drive, &[key(100)]);
+        assert!(table.has(&key(100), Holder::Drive));
+        assert_eq!(table.overflowed(), overflowed);
     }
 }

@@ -1,0 +1,3 @@
+//! An engine without a model: real rows, real block hashes, the plugin's side of the door, OpenAI's interface.
+
+pub mod client;
