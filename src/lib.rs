@@ -3,7 +3,10 @@
 //! One program per box. It starts vLLM, keeps every KV row the boxes ever computed on their drives, brings rows back
 //! to whichever box needs them, and routes each request to where it finishes soonest.
 
+pub mod api;
 pub mod base;
+pub mod cli;
 pub mod meter;
+pub mod observe;
 pub mod settings;
 pub mod tasks;

@@ -1,0 +1,3 @@
+//! Faces: what others reach over HTTP.
+
+pub mod admin;

@@ -1,0 +1,1 @@
+//! What is known about this node and told to people.
