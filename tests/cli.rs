@@ -1,4 +1,5 @@
 //! The command line as scripts and people meet it: words, streams and exit codes.
+#![expect(clippy::unwrap_used, reason = "helpers of tests: a test that cannot go on panics")]
 
 use std::process::{Command, Output};
 

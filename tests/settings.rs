@@ -1,4 +1,5 @@
 //! Settings as a person meets them: layers, origins, and what is said about mistakes.
+#![expect(clippy::unwrap_used, reason = "helpers of tests: a test that cannot go on panics")]
 
 use std::path::{Path, PathBuf};
 
@@ -66,7 +67,8 @@ impl Case {
 
 #[test]
 fn each_layer_wins_over_the_ones_below_it() {
-    let layers: [(&str, fn(Case) -> Case); 4] = [
+    type Add = fn(Case) -> Case;
+    let layers: [(&str, Add); 4] = [
         ("profile", |c| c.profile("[store]\nqueue_depth = 2\n")),
         ("file", |c| c.file("[store]\nqueue_depth = 3\n")),
         ("environment", |c| c.env("SPARK_KV__STORE__QUEUE_DEPTH", "4")),
