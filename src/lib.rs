@@ -5,9 +5,11 @@
 
 pub mod api;
 pub mod base;
+pub mod cli;
 pub mod meter;
 pub mod router;
 pub mod mock;
+pub mod observe;
 pub mod settings;
 pub mod store;
 pub mod tasks;

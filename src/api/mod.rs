@@ -16,3 +16,6 @@ pub fn assemble(open: &open::Open, more: axum::Router) -> axum::Router {
 //! The faces of a node: what speaks to it from outside.
 
 pub mod local;
+//! Faces: what others reach over HTTP.
+
+pub mod admin;

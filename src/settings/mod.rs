@@ -2,6 +2,11 @@
 //!
 //! The tree below is the reference: field docs say unit, default and reason. `load` builds it and nothing else does.
 
+mod check;
+mod load;
+
+pub use load::{Error, Flag, Inputs, Leaf, Loaded, Origin, Problem, Shown, load, merge};
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -153,7 +158,9 @@ pub struct Log {
 impl Default for Node {
     fn default() -> Self {
         let host = nix::unistd::gethostname().ok().and_then(|h| h.into_string().ok()).unwrap_or_default();
-        let name: String = host.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        // As long as a name may be; hosts may be called more.
+        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+        let name: String = host.chars().map(plain).take(40).collect();
         Self { name: if name.is_empty() { "node".into() } else { name }, root: PathBuf::new() }
     }
 }
@@ -231,6 +238,13 @@ pub struct Places {
     pub settings_file: PathBuf,
 }
 
+impl Settings {
+    /// Where everything of this node lies.
+    pub fn places(&self) -> Places {
+        Places::of(self)
+    }
+}
+
 impl Places {
     pub fn of(settings: &Settings) -> Self {
         let root = &settings.node.root;
@@ -272,6 +286,10 @@ impl Places {
     }
     pub fn identity(&self) -> PathBuf {
         self.state.join("identity")
+    }
+    /// Where the running node says how it is reached, for `spark-kv status`.
+    pub fn node_file(&self) -> PathBuf {
+        self.run.join("node.json")
     }
     /// What the keeper tells the node about the engine ([`crate::engine::view`]).
     pub fn engine_view(&self) -> PathBuf {

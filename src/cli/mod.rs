@@ -1,0 +1,243 @@
+//! The hand: what can be typed, and nothing of what it does.
+//!
+//! Words and flags are a promise to people and scripts; `tests/cli.rs` holds them. A verb's work is in the file that
+//! [`main`] sends it to. Data goes to stdout, talk to stderr, the outcome is an exit code of [`Exit`].
+
+mod config;
+mod out;
+mod run;
+mod status;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::settings::{Flag, Inputs};
+
+pub use out::Exit;
+
+#[derive(Debug, Parser)]
+#[command(name = "spark-kv", version, max_term_width = 100, after_help = EXIT_CODES)]
+/// Turns two DGX Sparks into one coding-agent appliance: supervised vLLM, one KV cache on both drives, one endpoint.
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 done, 1 failed, 2 not found or not healthy, 64 wrong arguments or settings.
+Colours are left away when NO_COLOR is set or the output is not a terminal.";
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Start this node and its engine, and stay until told to stop.
+    Up(Start),
+    /// Show how the running node and its peer are, on one screen.
+    Status(Status),
+    /// Show or check the settings.
+    #[command(subcommand)]
+    Config(Config),
+    /// The node alone; `up` starts it.
+    #[command(hide = true)]
+    Node(Start),
+    /// Runs a program and ends its whole process group when the parent is gone; `up` starts it.
+    #[command(hide = true)]
+    Guard(Words),
+    /// An engine without a model, for load, demos and faults; `up` starts it.
+    #[command(hide = true)]
+    MockEngine(Words),
+}
+
+/// Arguments that the verb reads itself.
+#[derive(Debug, Args)]
+struct Words {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+    words: Vec<OsString>,
+}
+
+/// Which settings are meant.
+#[derive(Clone, Debug, Default, Args)]
+struct Layers {
+    /// Built-in profile (cpu-tiny, cpu-tiny-hybrid, spark) or a path to one.
+    #[arg(long, value_name = "NAME|FILE")]
+    profile: Option<String>,
+    /// Folder under which everything of this node lives. Without it: /var/lib, /etc, /run and /var/log.
+    #[arg(long, value_name = "DIR")]
+    root: Option<String>,
+    /// Settings file. Without it: DIR/spark-kv.toml under --root, else /etc/spark-kv/spark-kv.toml, when there is one.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// One setting, as in `--set store.capacity=2TB`. Can be given again. Other users of this machine can see it.
+    #[arg(long, value_name = "SECTION.KEY=VALUE", value_parser = assignment)]
+    set: Vec<(String, String)>,
+}
+
+#[derive(Clone, Debug, Default, Args)]
+struct Start {
+    #[command(flatten)]
+    layers: Layers,
+    /// Public port; the engine takes the next one, control and data between nodes the two after it.
+    #[arg(long, value_name = "PORT")]
+    port_base: Option<String>,
+    /// Name of this node: letters, digits, dashes.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Token of the node to join, once. Arguments can be seen by everybody on this machine: `--join -` reads the
+    /// token from standard input, and SPARK_KV_JOIN in the environment does as well.
+    #[arg(long, value_name = "TOKEN|-", allow_hyphen_values = true)]
+    join: Option<String>,
+}
+
+#[derive(Debug, Args)]
+struct Status {
+    #[command(flatten)]
+    layers: Layers,
+    /// Address of the node's public port. Without it the running node is found through its root.
+    #[arg(long, value_name = "URL")]
+    url: Option<String>,
+    /// Everything the node says, as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Config {
+    /// Print the settings that are in force. Secrets are masked.
+    Show(Show),
+    /// Say whether a node could start with these settings.
+    Check(Start),
+}
+
+#[derive(Debug, Args)]
+struct Show {
+    #[command(flatten)]
+    start: Start,
+    /// Say of each value where it came from.
+    #[arg(long)]
+    origin: bool,
+    /// As JSON: each key with its value and origin.
+    #[arg(long)]
+    json: bool,
+}
+
+fn assignment(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.trim().to_owned(), value.to_owned())),
+        _ => Err("write it as SECTION.KEY=VALUE".to_owned()),
+    }
+}
+
+impl Layers {
+    fn inputs(&self) -> Inputs {
+        let mut flags: Vec<Flag> = Vec::new();
+        for (key, text) in &self.set {
+            flags.push(flag("--set", key, text));
+        }
+        if let Some(root) = &self.root {
+            flags.push(flag("--root", "node.root", root));
+        }
+        Inputs { profile: self.profile.clone(), file: self.config.clone(), flags, ..Inputs::default() }
+    }
+}
+
+impl Start {
+    /// A flag of its own wins over `--set` of the same key.
+    fn inputs(&self) -> Inputs {
+        let mut inputs = self.layers.inputs();
+        let named = [
+            ("--port-base", "listen.port", &self.port_base),
+            ("--name", "node.name", &self.name),
+            ("--join", "cluster.join", &self.join),
+        ];
+        for (name, key, text) in named {
+            inputs.flags.extend(text.iter().map(|text| flag(name, key, text)));
+        }
+        inputs
+    }
+
+    /// The arguments that give a child the same settings, secrets left out: those go through its environment.
+    fn again(&self) -> Vec<OsString> {
+        let Layers { profile, root, config, set } = &self.layers;
+        let mut words: Vec<OsString> = Vec::new();
+        let mut pair = |name: &str, value: OsString| words.extend([OsString::from(name), value]);
+        for (name, value) in [
+            ("--profile", profile),
+            ("--root", root),
+            ("--port-base", &self.port_base),
+            ("--name", &self.name),
+        ] {
+            if let Some(value) = value {
+                pair(name, value.into());
+            }
+        }
+        if let Some(path) = config {
+            pair("--config", path.into());
+        }
+        for (key, value) in set.iter().filter(|(key, _)| key != "cluster.join") {
+            pair("--set", format!("{key}={value}").into());
+        }
+        words
+    }
+}
+
+fn flag(name: &str, key: &str, text: &str) -> Flag {
+    Flag { name: name.to_owned(), key: key.to_owned(), text: text.to_owned() }
+}
+
+/// The whole program.
+pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
+    let cli = match Cli::try_parse_from(words) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are what was asked for; the rest is a mistake in the arguments.
+            let asked = !error.use_stderr();
+            let told = error.print();
+            return match told {
+                Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Exit::Failed,
+                _ if asked => Exit::Done,
+                _ => Exit::Usage,
+            };
+        }
+    };
+    let outcome = match cli.verb {
+        Verb::Up(start) => run::up(start),
+        Verb::Node(start) => run::node(&start),
+        Verb::Guard(Words { words }) => run::guard(words),
+        Verb::MockEngine(Words { words }) => run::mock_engine(words),
+        Verb::Status(status) => status::show(&status),
+        Verb::Config(Config::Show(show)) => config::show(&show),
+        Verb::Config(Config::Check(start)) => config::check(&start),
+    };
+    out::finish(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_childs_arguments_give_the_same_settings_and_hold_no_token() {
+        let words = "spark-kv up --root /r --profile cpu-tiny --set store.io=plain --set cluster.join=spark1-a \
+                     --name one --port-base 9000 --join spark1-b";
+        let Verb::Up(start) = Cli::try_parse_from(words.split_whitespace()).unwrap().verb else {
+            panic!("not up");
+        };
+        let again = start.again();
+        assert!(!again.iter().any(|w| w.to_string_lossy().contains("spark1-")), "{again:?}");
+        let words = ["spark-kv".into(), "node".into()].into_iter().chain(again);
+        let Verb::Node(child) = Cli::try_parse_from(words).unwrap().verb else { panic!("not node") };
+        let keys = |start: &Start| -> Vec<(String, String)> {
+            let flags = start.inputs().flags;
+            flags.into_iter().filter(|f| f.key != "cluster.join").map(|f| (f.key, f.text)).collect()
+        };
+        assert_eq!(keys(&child), keys(&start));
+        assert_eq!(child.layers.profile, start.layers.profile);
+    }
+}

@@ -1,0 +1,113 @@
+//! Printing, and the table of exit codes.
+//!
+//! Stdout carries data, stderr talk. A reader that closes the pipe early has what it wanted: that is success. Colour
+//! only repeats what a word says already.
+
+use std::io::{self, IsTerminal, Write};
+
+/// How a command ended. Scripts rely on the numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    Done = 0,
+    Failed = 1,
+    /// No running node, or one that is not well.
+    NotFound = 2,
+    /// Wrong arguments or settings: trying again changes nothing.
+    Usage = 64,
+}
+
+impl From<Exit> for std::process::ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// A failure whose exit code is not [`Exit::Failed`].
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+pub(super) struct Told {
+    pub exit: Exit,
+    pub what: String,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Tint {
+    Good,
+    Warn,
+    Bad,
+    Dim,
+    Bold,
+}
+
+/// Stdout, with or without colours.
+pub(super) struct Out {
+    to: io::StdoutLock<'static>,
+    colour: bool,
+}
+
+impl Out {
+    pub fn new() -> Self {
+        let colour = io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+        Self { to: io::stdout().lock(), colour }
+    }
+
+    pub fn line(&mut self, text: &str) -> io::Result<()> {
+        writeln!(self.to, "{text}")
+    }
+
+    pub fn tint(&self, tint: Tint, text: &str) -> String {
+        if !self.colour {
+            return text.to_owned();
+        }
+        let code = match tint {
+            Tint::Good => 32,
+            Tint::Warn => 33,
+            Tint::Bad => 31,
+            Tint::Dim => 2,
+            Tint::Bold => 1,
+        };
+        format!("\x1b[{code}m{text}\x1b[0m")
+    }
+
+    pub fn done(&mut self) -> io::Result<()> {
+        self.to.flush()
+    }
+}
+
+/// One line of talk. Nobody listening is no reason to fail.
+pub(super) fn say(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// Says what failed and gives the exit code.
+pub(super) fn finish(outcome: anyhow::Result<Exit>) -> Exit {
+    let error = match outcome {
+        Ok(exit) => return exit,
+        Err(error) => error,
+    };
+    if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
+        return Exit::Done;
+    }
+    if let Some(problems) = error.downcast_ref::<crate::settings::Error>() {
+        for problem in &problems.0 {
+            say(&format!("error: {problem}"));
+        }
+        return Exit::Usage;
+    }
+    say(&format!("error: {error:#}"));
+    error.downcast_ref::<Told>().map_or(Exit::Failed, |told| told.exit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_closed_pipe_is_success_and_other_failures_are_not() {
+        let failed = |kind| finish(Err(io::Error::from(kind).into()));
+        assert_eq!(failed(io::ErrorKind::BrokenPipe), Exit::Done);
+        assert_eq!(failed(io::ErrorKind::StorageFull), Exit::Failed);
+        let told = Told { exit: Exit::NotFound, what: "no node".into() };
+        assert_eq!(finish(Err(anyhow::Error::new(told).context("looking"))), Exit::NotFound);
+    }
+}
