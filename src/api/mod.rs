@@ -1,8 +1,13 @@
-//! The HTTP faces. `open` is what clients talk to; the other faces are merged into the same port.
+//! The faces of a node: what speaks to it from outside.
+//!
+//! `open` is what clients talk to, `admin` what operators look at; both share the public port. `local` is the engine's
+//! door, a Unix socket.
 
+pub mod admin;
 mod body;
 mod errors;
 mod keys;
+pub mod local;
 pub mod open;
 mod serve;
 
@@ -13,9 +18,3 @@ pub use serve::{serve, serve_relays};
 pub fn assemble(open: &open::Open, more: axum::Router) -> axum::Router {
     open.routes(open::Entry::Public).merge(more)
 }
-//! The faces of a node: what speaks to it from outside.
-
-pub mod local;
-//! Faces: what others reach over HTTP.
-
-pub mod admin;
