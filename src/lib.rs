@@ -4,6 +4,7 @@
 //! to whichever box needs them, and routes each request to where it finishes soonest.
 
 pub mod base;
+pub mod engine;
 pub mod meter;
 pub mod settings;
 pub mod tasks;
