@@ -285,22 +285,26 @@ struct Spot {
 /// A model of 4 MiB or less is read whole.
 fn plan(sizes: &[u64]) -> Vec<Spot> {
     let total: u64 = sizes.iter().sum();
-    let parts = SAMPLES.min(total.div_ceil(SAMPLE));
-    let mut spots: Vec<Spot> = (0..parts)
+    if total <= SAMPLES * SAMPLE {
+        let whole = |(file, size): (usize, &u64)| {
+            (0..size.div_ceil(SAMPLE)).map(move |n| Spot { file, offset: n * SAMPLE })
+        };
+        return sizes.iter().enumerate().flat_map(whole).collect();
+    }
+    let mut spots: Vec<Spot> = (0..SAMPLES)
         .map(|part| {
-            let begin = part_begin(total, parts, part);
-            let length = part_begin(total, parts, part + 1) - begin;
+            let (begin, end) = (part_begin(total, part), part_begin(total, part + 1));
             let digest = Sha256::digest([part.to_le_bytes(), total.to_le_bytes()].concat());
             let random = u64::from_le_bytes(digest[..8].try_into().expect("8 of 32 bytes"));
-            place(sizes, begin + random % length.saturating_sub(SAMPLE).max(1))
+            place(sizes, begin + random % (end - begin).saturating_sub(SAMPLE).max(1))
         })
         .collect();
     spots.dedup();
     spots
 }
 
-fn part_begin(total: u64, parts: u64, part: u64) -> u64 {
-    u64::try_from(u128::from(total) * u128::from(part) / u128::from(parts)).expect("at most `total`")
+fn part_begin(total: u64, part: u64) -> u64 {
+    u64::try_from(u128::from(total) * u128::from(part) / u128::from(SAMPLES)).expect("at most `total`")
 }
 
 /// Turns a place in the row of all bytes into a file and an aligned offset in it.
@@ -367,5 +371,145 @@ impl Sampler {
             }
         }
         Ok(at - skip)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> Hello {
+        Hello {
+            protocol: 1,
+            plugin: "1".into(),
+            vllm: "0.32.0".into(),
+            pid: 1,
+            engine_id: "spark-a-1".into(),
+            model: "/models/tiny".into(),
+            rank: 0,
+            ranks: 1,
+            rows: 8,
+            row_bytes: 8192,
+            hash_unit: 128,
+            hash_algorithm: "sha256_cbor".into(),
+            hash_seed: "0".into(),
+            groups: vec![Group {
+                kind: GroupKind::FullAttention,
+                tokens_per_row: 128,
+                covered: vec![(0, 8192)],
+            }],
+            interchange: BTreeMap::from([("dtype".into(), "bfloat16".into())]),
+        }
+    }
+
+    /// A model folder with one weights file of `size` bytes behind a header.
+    fn model(size: usize) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let header = br#"{"w":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}"#;
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header);
+        bytes.extend((0..size).map(|n| (n % 251) as u8));
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        std::fs::write(dir.path().join("config.json"), r#"{"hidden_size":64}"#).unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+        dir
+    }
+
+    fn of(dir: &Path) -> (Namespace, BTreeMap<String, String>) {
+        fingerprint(dir, &hello()).unwrap()
+    }
+
+    fn flip(path: &Path, offset: u64) {
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, offset).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], offset).unwrap();
+    }
+
+    #[test]
+    fn a_copy_elsewhere_is_the_same_model() {
+        let (one, two) = (model(300_000), model(300_000));
+        assert_eq!(of(one.path()), of(two.path()));
+    }
+
+    #[test]
+    fn a_changed_byte_in_a_sampled_place_is_another_model_and_is_named() {
+        let (one, two) = (model(20 << 20), model(20 << 20));
+        let weights = two.path().join("model.safetensors");
+        let size = std::fs::metadata(&weights).unwrap().len();
+        let spots = plan(&[size]);
+        assert_eq!(spots.len(), 64);
+        flip(&weights, spots[40].offset + SAMPLE - 1);
+        let (ours, theirs) = (of(one.path()), of(two.path()));
+        assert_ne!(ours.0, theirs.0);
+        let named = differences(&ours.1, &theirs.1);
+        assert_eq!(named.len(), 1);
+        assert!(named[0].starts_with("model.model.safetensors: "), "{named:?}");
+    }
+
+    #[test]
+    fn a_small_model_is_read_whole() {
+        let (one, two) = (model(300_001), model(300_001));
+        let weights = two.path().join("model.safetensors");
+        let size = std::fs::metadata(&weights).unwrap().len();
+        for offset in [64, 65_536, 150_000, size - 1] {
+            flip(&weights, offset);
+            assert_ne!(of(one.path()).0, of(two.path()).0, "byte {offset}");
+            flip(&weights, offset);
+        }
+        assert_eq!(of(one.path()).0, of(two.path()).0);
+    }
+
+    #[test]
+    fn config_groups_seed_and_versions_tell_models_apart_and_the_tokenizer_does_not() {
+        let dir = model(1000);
+        let base = of(dir.path()).0;
+        type Change = fn(&mut Hello);
+        let changes: [Change; 7] = [
+            |h| h.groups[0].tokens_per_row = 64,
+            |h| h.groups[0].covered = vec![(0, 4096)],
+            |h| h.groups.push(h.groups[0].clone()),
+            |h| h.hash_seed = "1".into(),
+            |h| h.row_bytes = 16384,
+            |h| h.vllm = "0.33.0".into(),
+            |h| drop(h.interchange.insert("dtype".into(), "float16".into())),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let mut changed = hello();
+            change(&mut changed);
+            assert_ne!(fingerprint(dir.path(), &changed).unwrap().0, base, "change {number}");
+        }
+        let mut same = hello();
+        (same.pid, same.rows, same.engine_id, same.model) = (9, 99, "spark-b-4".into(), "/elsewhere".into());
+        assert_eq!(fingerprint(dir.path(), &same).unwrap().0, base);
+        std::fs::write(dir.path().join("tokenizer.json"), "{ }").unwrap();
+        assert_eq!(of(dir.path()).0, base);
+        std::fs::write(dir.path().join("config.json"), r#"{"hidden_size":65}"#).unwrap();
+        assert_ne!(of(dir.path()).0, base);
+    }
+
+    #[test]
+    fn what_is_no_model_is_refused() {
+        let dir = model(100);
+        let weights = dir.path().join("model.safetensors");
+        std::fs::write(&weights, u64::MAX.to_le_bytes()).unwrap();
+        assert!(matches!(fingerprint(dir.path(), &hello()), Err(Error::Header { .. })));
+        std::fs::remove_file(&weights).unwrap();
+        assert!(matches!(fingerprint(dir.path(), &hello()), Err(Error::NoWeights(_))));
+        std::fs::remove_file(dir.path().join("config.json")).unwrap();
+        assert!(matches!(fingerprint(dir.path(), &hello()), Err(Error::NoConfig(_))));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn samples_lie_in_their_files_and_on_the_grid(
+            sizes in proptest::collection::vec(1_u64..1 << 36, 1..20)
+        ) {
+            let spots = plan(&sizes);
+            proptest::prop_assert!(!spots.is_empty() && spots.len() <= 64 + sizes.len());
+            for spot in spots {
+                proptest::prop_assert!(spot.offset < sizes[spot.file] && spot.offset % ALIGN == 0);
+            }
+        }
     }
 }
