@@ -6,6 +6,7 @@
 pub mod api;
 pub mod base;
 pub mod cli;
+pub mod engine;
 pub mod meter;
 pub mod mock;
 pub mod observe;

@@ -270,6 +270,11 @@ impl Places {
         Self::socket(self.run.join("engine.sock"))
     }
 
+    /// Socket file of the engine's cache events, bounded in the same way.
+    pub fn engine_events(&self) -> PathBuf {
+        Self::socket(self.run.join("events.sock"))
+    }
+
     fn socket(long: PathBuf) -> PathBuf {
         use sha2::Digest;
         use std::os::unix::ffi::OsStrExt;
