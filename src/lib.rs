@@ -7,6 +7,7 @@ pub mod api;
 pub mod base;
 pub mod cli;
 pub mod engine;
+pub mod cluster;
 pub mod meter;
 pub mod mock;
 pub mod observe;
