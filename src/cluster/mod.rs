@@ -1,6 +1,374 @@
-//! Draft.
-pub mod identity;
-pub mod peer;
-pub mod proto;
-pub mod tls;
-pub mod token;
+//! The other nodes: who they are, what they hold, and how to get it.
+//!
+//! Each node has a key of its own and knows others by their certificates; a token lets a new one in ([`token`],
+//! [`identity`], [`link`]). Nodes that know each other keep one control connection, on which each tells the other
+//! what it holds ([`proto`], [`peer`], [`drive`]); rows travel on data connections of their own
+//! ([`crate::transfer`]). There is no master and no vote: a node that hears nothing of another forgets what the
+//! other held, serves alone, and goes on dialling. Everything here is a hint that makes a cache larger: when it is
+//! wrong or gone, rows are computed again.
+
+mod drive;
+mod identity;
+mod link;
+mod peer;
+mod proto;
+mod source;
+mod state;
+mod tls;
+mod token;
+
+use std::io;
+use std::net::{SocketAddr, UdpSocket};
+use std::path::PathBuf;
+use std::pin::Pin as Pinned;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{broadcast, mpsc};
+use tokio::time::Instant;
+use tokio_rustls::TlsStream;
+
+pub use proto::SpaceFacts;
+pub use source::{Change, MemSource, Source};
+pub use state::{Member, MemberState, PeerChange};
+pub use token::NotAToken;
+
+use crate::base::block::{RowItem, RowKey, Space};
+use crate::base::clock::{Clock, Micros};
+use crate::base::fault::Fault;
+use crate::base::frame::Outcome;
+use crate::base::rows::Rows;
+use crate::base::units::Bytes;
+use crate::meter::Meter;
+use crate::tasks::{Kind, Tasks};
+use crate::transfer::{Fabric, Server};
+use identity::Identity;
+use proto::{Hello, MAX_NOTE, Message, Word};
+use state::{Parts, Shared};
+use token::{Invites, Refusal, Secret, Token};
+
+/// Relay streams that wait to be taken.
+const RELAYS: usize = 64;
+
+/// What a node needs to be one of several.
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub name: String,
+    /// Folder of key, certificate and known nodes.
+    pub identity: PathBuf,
+    /// Address and port for control between nodes.
+    pub control: String,
+    /// Address and port for rows.
+    pub data: String,
+    /// Where others reach the two, when that is not where they listen (containers, forwarded ports).
+    pub seen_as: SeenAs,
+    /// Token of a node to join. Of no effect when that node is known already.
+    pub join: Option<String>,
+    /// Time without a word until a node counts as gone.
+    pub silence: Duration,
+    /// Most bytes of rows read for others at one time.
+    pub serve_memory: Bytes,
+    /// Number of this start; larger than that of every start before.
+    pub generation: u64,
+}
+
+/// Addresses that others use instead of those listened on.
+#[derive(Clone, Debug, Default)]
+pub struct SeenAs {
+    pub control: Option<String>,
+    pub data: Option<String>,
+}
+
+/// Why the cluster did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Identity(#[from] identity::Error),
+    #[error(transparent)]
+    Token(#[from] NotAToken),
+    #[error("failed to listen on {address} for {what}: {source}")]
+    Listen { what: &'static str, address: String, source: io::Error },
+    #[error("failed to set up TLS: {0}")]
+    Tls(#[from] rustls::Error),
+    #[error("failed to read the identity: {0}")]
+    Read(#[from] tokio::task::JoinError),
+}
+
+/// The other nodes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Cluster(Arc<Inner>);
+
+/// What the parts of this module share.
+#[derive(Debug)]
+struct Inner {
+    shared: Shared,
+    source: Source,
+    identity: Identity,
+    folder: PathBuf,
+    server_tls: Arc<rustls::ServerConfig>,
+    name: String,
+    generation: u64,
+    control: String,
+    data: String,
+    data_listener: String,
+    /// Secrets that were given out.
+    invites: Mutex<Invites>,
+    /// Held while the file of known nodes is written.
+    pin_file: tokio::sync::Mutex<()>,
+    relays_in: mpsc::Sender<RelayStream>,
+    /// Taken once, by whoever serves them.
+    relays_out: Mutex<Option<mpsc::Receiver<RelayStream>>>,
+}
+
+impl Cluster {
+    /// Reads or makes the identity, listens, and begins to dial the nodes that are known.
+    pub async fn start(
+        options: Options,
+        source: impl Into<Source>,
+        clock: Clock,
+        tasks: &Tasks,
+        meter: &Meter,
+    ) -> Result<Self, Error> {
+        let token = options.join.as_deref().map(str::parse::<Token>).transpose()?;
+        let folder = options.identity.clone();
+        let (identity, pins) = tokio::task::spawn_blocking(move || {
+            Ok::<_, identity::Error>((Identity::open(&folder)?, identity::read_pins(&folder)?))
+        })
+        .await??;
+        let failed = |what, address: &str| {
+            let address = address.to_owned();
+            move |source| Error::Listen { what, address, source }
+        };
+        let control = failed("control", &options.control);
+        let control_listener = TcpListener::bind(&options.control).await.map_err(control)?;
+        let fabric = Fabric::Tcp;
+        let data = failed("rows", &options.data);
+        let data_listener = fabric.listen(&options.data).await.map_err(data)?;
+        let known = pins.iter().map(|pin| pin.fingerprint).collect::<Vec<_>>();
+        let parts =
+            Parts { me: identity.fingerprint, silence: options.silence, clock, tasks: tasks.clone(), fabric };
+        let shared = Shared::new(parts, pins, meter);
+        let listens = |address: io::Result<String>, what, asked: &str| {
+            address.map_err(|source| Error::Listen { what, address: asked.to_owned(), source })
+        };
+        let control_at = control_listener.local_addr().map(|a| a.to_string());
+        let control_at = listens(control_at, "control", &options.control)?;
+        let data_at = listens(data_listener.address(), "rows", &options.data)?;
+        let (relays_in, relays_out) = mpsc::channel(RELAYS);
+        let inner = Arc::new(Inner {
+            server_tls: tls::server(&identity)?,
+            source: source.into(),
+            identity,
+            folder: options.identity,
+            name: options.name,
+            generation: options.generation,
+            control: options.seen_as.control.unwrap_or(control_at),
+            data: options.seen_as.data.unwrap_or_else(|| data_at.clone()),
+            data_listener: data_at,
+            invites: Mutex::default(),
+            pin_file: tokio::sync::Mutex::default(),
+            relays_in,
+            relays_out: Mutex::new(Some(relays_out)),
+            shared,
+        });
+        let server = Server::new(
+            Arc::new(inner.source.clone()),
+            inner.shared.tickets.clone(),
+            options.serve_memory,
+            options.silence,
+            inner.shared.transfer.clone(),
+        );
+        tasks.spawn(Kind::Owner, "data listener", server.run(data_listener, tasks.clone()));
+        tasks.spawn(Kind::Owner, "control listener", link::accept(inner.clone(), control_listener));
+        for of in known {
+            link::dial_always(&inner, of);
+        }
+        if let Some(token) = token {
+            tasks.spawn(Kind::Serving, "join", link::join(inner.clone(), token));
+        }
+        Ok(Self(inner))
+    }
+
+    /// A fresh token that lets one node in, once, within an hour and until this node restarts.
+    pub fn invite(&self) -> String {
+        let secret = Secret(rand::random());
+        self.0.invites.lock().add(self.0.shared.clock.now(), &secret);
+        let addresses = reachable(&self.0.control);
+        Token { addresses, fingerprint: self.0.shared.me, secret }.to_string()
+    }
+
+    /// Says what this node's rows are, or that it has no engine. Keys flow to and from nodes with equal facts.
+    pub fn set_space(&self, facts: Option<SpaceFacts>) {
+        self.0.shared.set_facts(facts);
+    }
+
+    /// Everything that other nodes hold of `space`, and what changes from exactly there on. A receiver that lags
+    /// subscribes again.
+    pub fn subscribe(&self, space: Space) -> (Vec<RowKey>, broadcast::Receiver<PeerChange>) {
+        self.0.shared.subscribe(space)
+    }
+
+    /// Fetches rows from whoever holds them, verified, into `rows`; `FromPeer` or `Failed` for each item. After
+    /// `deadline` nothing more is accepted. When this ends, or is dropped, nothing of it touches the rows.
+    pub async fn fetch(
+        &self,
+        rows: &Arc<Rows>,
+        items: Vec<RowItem>,
+        deadline: Option<Micros>,
+    ) -> Vec<Outcome> {
+        let mut outcomes = vec![Outcome::Failed; items.len()];
+        let now = self.0.shared.clock.now();
+        if deadline.is_some_and(|deadline| deadline <= now) {
+            return outcomes;
+        }
+        let deadline = deadline.map(|deadline| Instant::now() + deadline.since(now));
+        let holders = self.0.shared.holders(rows.space, items.iter().map(|item| item.key));
+        let fetches = holders.into_iter().map(|(fetcher, indices)| {
+            let items: Vec<RowItem> = indices.iter().map(|&index| items[index]).collect();
+            async move { (fetcher.fetch(rows, &items, deadline).await, indices) }
+        });
+        for (fetched, indices) in join_all(fetches).await {
+            for (outcome, index) in fetched.into_iter().zip(indices) {
+                outcomes[index] = outcome;
+            }
+        }
+        outcomes
+    }
+
+    /// The other nodes that this one knows.
+    pub fn members(&self) -> Vec<Member> {
+        self.0.shared.members()
+    }
+
+    /// JSON that the others get with the next heartbeat. Over 64 KiB it is not sent.
+    pub fn tell(&self, note: serde_json::Value) {
+        let text = note.to_string();
+        if text.len() > MAX_NOTE {
+            tracing::warn!(bytes = text.len(), "a note to other nodes is too long and was not sent");
+            return;
+        }
+        self.0.shared.set_note(text);
+    }
+
+    pub fn faults(&self) -> Vec<Fault> {
+        self.0.shared.faults()
+    }
+
+    /// A stream to the node with this name (or fingerprint, in hex), encrypted and to that node only.
+    pub async fn dial(&self, peer: &str) -> io::Result<RelayStream> {
+        let pin =
+            self.0.shared.find(peer).ok_or_else(|| {
+                io::Error::new(io::ErrorKind::NotFound, format!("no node `{peer}` is known"))
+            })?;
+        let stream = link::relay(&self.0, &pin).await?;
+        self.0.shared.metrics.relays.with_label_values(&["out"]).inc();
+        Ok(stream)
+    }
+
+    /// Streams that other nodes open. There is one receiver; the second caller gets none.
+    pub fn relays(&self) -> Option<mpsc::Receiver<RelayStream>> {
+        self.0.relays_out.lock().take()
+    }
+
+    /// Where control between nodes listens, as others are told.
+    pub fn control_address(&self) -> &str {
+        &self.0.control
+    }
+
+    /// Where rows are served, on this machine.
+    pub fn data_address(&self) -> &str {
+        &self.0.data_listener
+    }
+
+    /// This node's fingerprint, in hex.
+    pub fn id(&self) -> String {
+        self.0.shared.me.to_string()
+    }
+}
+
+impl Inner {
+    fn hello(&self, secret: Option<Secret>) -> Hello {
+        Hello {
+            generation: self.generation,
+            name: self.name.clone(),
+            control: self.control.clone(),
+            data: vec![self.data.clone()],
+            secret,
+        }
+    }
+
+    /// A frame with a word of this node.
+    fn say(&self, word: Word) -> Vec<u8> {
+        Message::Word { generation: self.generation, word }.encode()
+    }
+
+    fn redeem(&self, secret: &Secret) -> Result<(), Refusal> {
+        self.invites.lock().redeem(self.shared.clock.now(), secret)
+    }
+
+    /// Hands a relay stream to whoever serves them; nobody, or too many: it is closed.
+    fn take_relay(&self, stream: RelayStream) {
+        match self.relays_in.try_send(stream) {
+            Ok(()) => self.shared.metrics.relays.with_label_values(&["in"]).inc(),
+            Err(_) => tracing::warn!("a relay stream was closed: nobody takes them as fast as they come"),
+        }
+    }
+}
+
+/// Where others may reach what listens on `address`: for "any address", the one that packets leave from, and the
+/// host's name.
+fn reachable(address: &str) -> Vec<String> {
+    let Ok(any) = address.parse::<SocketAddr>() else { return vec![address.to_owned()] };
+    if !any.ip().is_unspecified() {
+        return vec![address.to_owned()];
+    }
+    // Connecting a UDP socket sends nothing; it only asks the routing table. The address is of the range that is
+    // reserved for documentation.
+    let routed = UdpSocket::bind("0.0.0.0:0")
+        .and_then(|socket| socket.connect("192.0.2.1:9").and_then(|()| socket.local_addr()))
+        .map(|local| SocketAddr::new(local.ip(), any.port()).to_string());
+    let host = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
+    let named = host.map(|host| format!("{host}:{}", any.port()));
+    let list: Vec<String> =
+        routed.into_iter().chain(named).filter(|address| token::is_address(address)).collect();
+    if list.is_empty() { vec![format!("127.0.0.1:{}", any.port())] } else { list }
+}
+
+/// A stream of bytes to or from another node, inside TLS.
+#[derive(Debug)]
+pub struct RelayStream(TlsStream<TcpStream>);
+
+impl RelayStream {
+    fn new(stream: TlsStream<TcpStream>) -> Self {
+        Self(stream)
+    }
+}
+
+impl AsyncRead for RelayStream {
+    fn poll_read(
+        mut self: Pinned<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pinned::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for RelayStream {
+    fn poll_write(mut self: Pinned<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pinned::new(&mut self.0).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pinned<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pinned::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pinned<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pinned::new(&mut self.0).poll_shutdown(cx)
+    }
+}
