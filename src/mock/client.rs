@@ -6,6 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 
 use tokio::io::Interest;
 use tokio::net::UnixStream;
@@ -78,7 +79,7 @@ pub struct DoorClient {
     stream: UnixStream,
     inbox: Inbox,
     pub welcome: Welcome,
-    pub table: Probe,
+    pub table: Arc<Probe>,
     jobs: u64,
 }
 
@@ -115,7 +116,7 @@ impl DoorClient {
                 return Err(Error::Protocol { theirs: welcome.protocol });
             }
             let table = Probe::attach(welcome.table_slots, &table.ok_or(Error::NoDescriptor)?)?;
-            return Ok(Self { stream, inbox, welcome, table, jobs: 0 });
+            return Ok(Self { stream, inbox, welcome, table: Arc::new(table), jobs: 0 });
         }
     }
 
