@@ -316,9 +316,7 @@ def plan_hit(groups, chain, start: int, limit: int, most_rows: int, has) -> tupl
         end = min(end, (chunk - g.draft) * g.tokens)
     for g in windowed:
         end = min(end, len(chain[g.number]) * g.tokens)
-    step = math.lcm(*(g.tokens for g in groups if g.aligned or g.window is None)) if groups else 1
-    if not any(g.aligned or g.window is None for g in groups):
-        step = min(g.tokens for g in groups)
+    step = math.lcm(min(g.tokens for g in groups), *(g.tokens for g in groups if g.aligned))
     end -= end % step
     while end > start:
         needed = _needed(whole, windowed, chain, start, end, reach)
