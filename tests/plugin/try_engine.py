@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Shows the plugin in a real vLLM with the fake node: cold, from the device, and restored after the caches were dropped.
+
+    try_engine.py VENV MODEL [--port 18301] [--tp 1] [--rows-mib 256] [--module spark_kv_tier] [--keep DIR]
+
+Prints one line of JSON per request with time, hash of the text, tokens by source; ends with status 1 when a restored
+text differs from the cold one. `--module mutant_tier` with SPARK_KV_MUTANT set shows a broken plugin instead.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+
+HERE = pathlib.Path(__file__).resolve().parent
+PLUGIN = HERE.parents[1] / "src/engine/plugin"
+KINDS = ("prompt", "device", "staging", "drive", "peer", "computed")
+
+
+def post(url, body=None, timeout=300):
+    data = json.dumps(body).encode() if body is not None else b""
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.loads(answer.read() or b"{}")
+
+
+def prompt_of(name: str, words: int) -> str:
+    stock = "the function reads every line of the file and returns a list with the index of each match".split()
+    seed = hashlib.sha256(name.encode()).digest()
+    return f"{name}: " + " ".join(stock[(seed[i % 32] + i * 7 + i // 13) % len(stock)] for i in range(words))
+
+
+class Engine:
+    def __init__(self, a, socket_path, number):
+        config = {
+            "kv_connector": "SparkKvConnector",
+            "kv_connector_module_path": a.module,
+            "kv_role": "kv_both",
+            "engine_id": f"spark-try{os.getpid()}-{number}",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "spec_name": "SparkKvSpec",
+                "spec_module_path": a.module,
+                "cpu_bytes_to_use": a.rows_mib << 20,
+                "offload_prompt_only": not a.replies,
+                "secondary_tiers": [{"type": "SparkKvTier", "module_path": a.module, "socket": socket_path}],
+            },
+        }
+        self.url = f"http://127.0.0.1:{a.port}"
+        command = [f"{a.venv}/bin/vllm", "serve", a.model, "--host", "127.0.0.1", "--port", str(a.port),
+                   "--served-model-name", "tiny", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "16384",
+                   "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(a.device_mib << 20), "--enable-prefix-caching",
+                   "--prefix-caching-hash-algo", "sha256_cbor", "--prefix-match-unit", "128",
+                   "--enable-prompt-tokens-details", "--tensor-parallel-size", str(a.tp),
+                   "--kv-transfer-config", json.dumps(config)]
+        environment = os.environ | {
+            "PYTHONPATH": f"{PLUGIN}:{HERE}", "PYTHONHASHSEED": "0", "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0", "VLLM_CPU_OMP_THREADS_BIND": "0-1" if a.tp == 1 else "0|1",
+        }
+        print(json.dumps({"command": command}), file=sys.stderr)
+        self.log = open(a.log, "a")
+        self.child = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log, start_new_session=True)
+
+    def wait(self, limit=300):
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            if self.child.poll() is not None:
+                raise SystemExit(f"the engine ended with {self.child.returncode}: see the log")
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=2).read()
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise SystemExit("the engine did not start")
+
+    def stop(self, how=signal.SIGTERM):
+        if self.child.poll() is None:
+            os.killpg(self.child.pid, how)
+            try:
+                self.child.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.child.pid, signal.SIGKILL)
+                self.child.wait()
+        self.log.close()
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("venv")
+    arguments.add_argument("model")
+    arguments.add_argument("--port", type=int, default=18301)
+    arguments.add_argument("--tp", type=int, default=1)
+    arguments.add_argument("--rows-mib", type=int, default=256)
+    arguments.add_argument("--device-mib", type=int, default=256)
+    arguments.add_argument("--budget", type=int, default=1 << 20)
+    arguments.add_argument("--words", type=int, default=3500)
+    arguments.add_argument("--module", default="spark_kv_tier")
+    arguments.add_argument("--replies", action="store_true", help="store replies too")
+    arguments.add_argument("--keep")
+    arguments.add_argument("--log", default="/tmp/spark-kv-try-engine.log")
+    a = arguments.parse_args()
+    here = tempfile.mkdtemp(prefix="spark-kv-try-")
+    socket_path = f"{here}/engine.sock"
+    flags = ["--budget", str(a.budget)] + (["--keep", a.keep] if a.keep else [])
+    node = subprocess.Popen([sys.executable, str(HERE / "fake_node.py"), socket_path, *flags],
+                            stdout=subprocess.PIPE, text=True)
+    reports, heard = {}, threading.Condition()
+
+    def listen():
+        for line in node.stdout:
+            said = json.loads(line)
+            if "hello" in said:
+                print(json.dumps(said), file=sys.stderr)
+            if "report" in said:
+                with heard:
+                    reports[said["report"].split("-", 1)[1].rsplit("-", 1)[0]] = said
+                    heard.notify_all()
+
+    threading.Thread(target=listen, daemon=True).start()
+    engine = Engine(a, socket_path, 1)
+    good = True
+    try:
+        engine.wait()
+        print(json.dumps({"shm": [f for f in os.listdir("/dev/shm") if f"spark-try{os.getpid()}-" in f]}))
+
+        def ask(label, name, words, tokens=24):
+            request_id = f"{label}.{name}.{time.monotonic_ns()}"
+            body = {"model": "tiny", "messages": [{"role": "user", "content": prompt_of(name, words)}],
+                    "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": True}
+            began = time.monotonic()
+            request = urllib.request.Request(engine.url + "/v1/chat/completions", json.dumps(body).encode(),
+                                             {"Content-Type": "application/json", "X-Request-Id": request_id})
+            answer = json.loads(urllib.request.urlopen(request, timeout=600).read())
+            took = time.monotonic() - began
+            text = answer["choices"][0]["message"]["content"]
+            usage = answer["usage"]
+            with heard:
+                heard.wait_for(lambda: request_id in reports, 10)
+            sources = reports.get(request_id, {}).get("sources")
+            line = {"what": label, "prompt": name, "s": round(took, 2), "text": hashlib.sha256(text.encode()).hexdigest()[:12],
+                    "prompt_tokens": usage["prompt_tokens"],
+                    "cached": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+                    "sources": sources, "chain": reports.get(request_id, {}).get("chain")}
+            line["adds_up"] = sources is not None and sum(sources[k] for k in KINDS[1:]) == sources["prompt"] == usage["prompt_tokens"]
+            print(json.dumps(line), flush=True)
+            return line
+
+        def reset():
+            said = post(engine.url + "/reset_prefix_cache?reset_external=true")
+            print(json.dumps({"reset": said}), flush=True)
+
+        ask("warm up", "warm", 200)
+        cold = ask("cold", "first", a.words)
+        device = ask("device", "first", a.words)
+        reset()
+        back = ask("restored", "first", a.words)
+        post(engine.url + "/reset_prefix_cache")
+        rows = ask("staging", "first", a.words)
+        longer = ask("longer", "first", a.words)
+        for other in (device, back, rows, longer):
+            good &= other["text"] == cold["text"] and other["adds_up"]
+        reset()
+        # Three at once, and a node that dies under them.
+        lines = []
+        threads = [threading.Thread(target=lambda n=n: lines.append(ask("at once", n, a.words))) for n in ("first", "second", "third")]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        good &= all(line["adds_up"] for line in lines) and len(lines) == 3
+        print(json.dumps({"good": good}))
+    finally:
+        engine.stop()
+        print(json.dumps({"shm": [f for f in os.listdir("/dev/shm") if f"spark-try{os.getpid()}-" in f]}))
+        node.kill()
+        node.wait()
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
