@@ -1,12 +1,13 @@
 //! Connections: the public port's, and those over which another node passes requests on.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use std::sync::Arc;
-use tokio::net::TcpListener;
+use nix::sys::socket::{setsockopt, sockopt};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
@@ -24,6 +25,25 @@ const CONNECTIONS_MAX: usize = 4096;
 /// The pause after an accept that failed, as it does when descriptors run out.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// A client that takes nothing of what is sent for this long is given up; else one that stopped reading would keep
+/// its place, and the engine's, for ever.
+const UNREAD: Duration = Duration::from_secs(300);
+
+/// A client from which nothing needs to come is asked whether it is still there: after this long, and then as
+/// often. One that lost its power while a long prompt is computed is noticed by that.
+const ALIVE: Duration = Duration::from_secs(60);
+
+/// Sets up a client's socket. What fails here on a socket that is already gone fails again at its first read.
+fn tend(stream: &TcpStream) {
+    let _ = stream.set_nodelay(true); // small frames must not wait for each other
+    let _ = setsockopt(stream, sockopt::KeepAlive, &true);
+    let seconds = u32::try_from(ALIVE.as_secs()).unwrap_or(u32::MAX);
+    let _ = setsockopt(stream, sockopt::TcpKeepIdle, &seconds);
+    let _ = setsockopt(stream, sockopt::TcpKeepInterval, &seconds);
+    let unread = u32::try_from(UNREAD.as_millis()).unwrap_or(u32::MAX);
+    let _ = setsockopt(stream, sockopt::TcpUserTimeout, &unread);
+}
+
 /// Serves the public port until the node stops.
 pub async fn serve(listener: TcpListener, app: axum::Router, tasks: Tasks) {
     let stopping = tasks.stopping();
@@ -37,8 +57,7 @@ pub async fn serve(listener: TcpListener, app: axum::Router, tasks: Tasks) {
         let Some((place, accepted)) = stopping.run_until_cancelled(next).await else { return };
         match accepted {
             Ok((stream, _)) => {
-                // Small frames must not wait for each other. A socket that is already gone fails at its first read.
-                let _ = stream.set_nodelay(true);
+                tend(&stream);
                 let (app, stopping) = (app.clone(), stopping.clone());
                 tasks.spawn(Kind::Serving, "connection", async move {
                     connection(stream, app, stopping).await;
@@ -81,5 +100,22 @@ async fn connection<S: Wire + 'static>(stream: S, app: axum::Router, stopping: C
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "a connection ended early");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::socket::getsockopt;
+
+    #[tokio::test]
+    async fn a_client_that_is_gone_or_stopped_reading_is_noticed_by_the_kernel() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        tend(&stream);
+        assert!(stream.nodelay().unwrap());
+        assert!(getsockopt(&stream, sockopt::KeepAlive).unwrap());
+        assert_eq!(getsockopt(&stream, sockopt::TcpKeepIdle).unwrap(), 60);
+        assert_eq!(getsockopt(&stream, sockopt::TcpUserTimeout).unwrap(), 300_000);
     }
 }

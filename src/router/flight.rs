@@ -162,10 +162,17 @@ impl Flight {
         let before = self.out.node.replace(node.to_owned());
         if before.is_some() {
             self.out.retries += 1;
+            self.shared.series.retries.inc();
         }
         self.shared.move_to(before.as_deref(), node);
         self.out.known_bytes = known_bytes;
         self.out.why = why;
+    }
+
+    /// What `node` had said before is passed on after all.
+    pub(super) fn returned(&mut self, node: &str) {
+        let before = self.out.node.replace(node.to_owned());
+        self.shared.move_to(before.as_deref(), node);
     }
 
     /// It is handed to the relay. Only the first time counts: a retry waits for a node, not for the router.

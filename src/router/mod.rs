@@ -229,7 +229,10 @@ impl Router {
         let second = Decision { why: format!("{} failed ({failure}); {}", first.node, second.why), ..second };
         match (self.attempt(flight, &second, call).await, once) {
             // An engine's own words are worth more than ours about a node that cannot be reached.
-            (Err(_), Ok(answer)) => self.take_in(answer, &first.node).await,
+            (Err(_), Ok(answer)) => {
+                flight.returned(&first.node);
+                self.take_in(answer, &first.node).await
+            }
             (answer, _) => self.take_in(answer?, &second.node).await,
         }
     }

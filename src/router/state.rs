@@ -187,7 +187,6 @@ impl Shared {
         let mut state = self.state.lock();
         if let Some(before) = before {
             less(&mut state.placed, before);
-            self.series.retries.inc();
         }
         *state.placed.entry(node.to_owned()).or_default() += 1;
     }
