@@ -76,11 +76,12 @@ impl Tail {
         None
     }
 
-    /// Whether a stream said that it was at its end.
+    /// Whether a stream said that it was at its end. At the begin of a line only: a text of the model may hold the
+    /// words, but not behind a line break, which JSON escapes.
     pub fn whole(&self) -> bool {
         const ENDS: [&[u8]; 3] = [b"data: [DONE]", b"event: message_stop", b"event: response.completed"];
         let end = &self.0[self.0.len().saturating_sub(TAIL)..];
-        ENDS.iter().any(|mark| end.windows(mark.len()).any(|window| window == *mark))
+        end.split(|byte| *byte == b'\n').any(|line| ENDS.contains(&line.trim_ascii_end()))
     }
 }
 
@@ -144,9 +145,10 @@ mod tests {
             tail.push(b"data: {\"delta\":\"word\"}\n\n");
         }
         assert!(tail.0.len() <= 2 * TAIL);
+        tail.push(b"data: {\"delta\":\"data: [DONE]\"}\n\n");
         assert!(!tail.whole());
         tail.push(&[b' '; 100_000]);
-        tail.push(b"data: [DONE]\n\n");
+        tail.push(b"\n\ndata: [DONE]\n\n");
         assert!(tail.whole());
     }
 }
