@@ -143,11 +143,9 @@ class Box:
         return out
 
     def fill(self, out):
-        view = self.manager.primary_tier.get_kv_memoryview()
+        view = self.manager.primary_tier.get_kv_memoryview().cast("B")
         for key, row in zip(out.keys_to_store, out.store_spec.block_ids):
-            view[int(row), :] if False else view.cast("B")[int(row) * ROW : (int(row) + 1) * ROW].__setitem__(
-                slice(None), content(key)
-            )
+            view[int(row) * ROW : (int(row) + 1) * ROW] = content(key)
 
     def row_of(self, key):
         chunk = self.manager.primary_tier._policy.get(key)

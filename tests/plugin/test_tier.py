@@ -337,7 +337,8 @@ def test_what_the_table_shows_on_the_drive_is_not_sent_again(make):
     give(node, "b", 3)
     box.store("s")
     box.end_step()
-    assert not box.manager.has_pending_work()
+    box.end_step()
+    assert len(node.stores()) == 1 and not box.manager.has_pending_work()
 
 
 def test_with_the_tier_off_stores_are_done_and_lookups_miss(make):
@@ -477,6 +478,7 @@ def test_a_report_adds_up_and_tells_where_the_tokens_came_from(make):
     # Two blocks are in the device, three in the rows already, five on the drive, four with the peer, the rest nowhere.
     box.new_request("before", "a", 5)
     serve(box, node, ["before"], True)
+    settle(box, node)
     node.reports.clear()
     box.new_request("r", "a", 20, prompt=20 * UNIT + 7, start=2 * UNIT)
     hits = serve(box, node, ["r"], True)

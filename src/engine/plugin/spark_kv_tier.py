@@ -16,7 +16,6 @@ of type SparkKvTier, all from this module. One file, because it travels inside t
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import functools
 import glob
@@ -894,9 +893,6 @@ class SparkKvTier(SecondaryTierManager):
             end, needed = self._with_tail(end, needed, tail, has)
         request.tails.update(key for position, key in needed if position % self._tokens(key))
         want = {key for _, key in needed if primary.lookup(key, ctx) is LookupResult.MISS}
-        if not want:
-            # All of it is here: vLLM's own lookups find it, and pinning keeps it until they have.
-            needed = needed if needed else []
         return Plan(self.link, start, end, needed, want, now + self._deadline(ctx, end - start))
 
     def _with_tail(self, end, needed, tail, has):
@@ -910,8 +906,9 @@ class SparkKvTier(SecondaryTierManager):
         number = int.from_bytes(key[-4:], "big")
         return next((g.tokens for g in self.groups if g.number == number), 1)
 
-    def _reserve(self, plan: Plan) -> bool:
-        """Gives a plan its rows when hits may hold that many more."""
+    def _reserve(self, request: Request, plan: Plan) -> bool:
+        """Gives a plan its rows when hits may hold that many more, and pins those that are there: bringing the rest
+        would push out the oldest, which are the head of a prompt."""
         if plan.held:
             return True
         fresh = sum(1 for key in plan.order if key not in self.held)
@@ -921,6 +918,12 @@ class SparkKvTier(SecondaryTierManager):
         for key in plan.order:
             self.held[key] = self.held.get(key, 0) + 1
         plan.held, plan.held_since = True, time.monotonic()
+        for key in plan.order:
+            if key not in plan.want:
+                self._pin(request, key)
+                if key not in plan.pinned and self.primary.lookup(key, request.ctx) is LookupResult.MISS:
+                    # Was there when the plan was made and has been given away while the request waited.
+                    plan.want.add(key)
         return True
 
     def _release(self, request: Request) -> None:
@@ -986,9 +989,8 @@ class SparkKvTier(SecondaryTierManager):
     def _advance(self, request: Request, plan: Plan) -> bool:
         now = time.monotonic()
         if not plan.want:
-            if plan.order and self._reserve(plan):
-                for key in plan.order:
-                    self._pin(request, key)
+            if plan.order:
+                self._reserve(request, plan)
             return True
         if now > plan.deadline or plan.link is not self.link:
             # Whatever is here by now is used; what is still being read comes to its end by itself.
@@ -996,7 +998,7 @@ class SparkKvTier(SecondaryTierManager):
                 self.counts["gave_up"] += 1
                 plan.want = set()
             return True
-        if not self._reserve(plan):
+        if not self._reserve(request, plan):
             return False
         if plan.jobs:
             return False
@@ -1005,11 +1007,9 @@ class SparkKvTier(SecondaryTierManager):
             found = self.manager.lookup(key, request.ctx)
             if found is LookupResult.HIT:
                 self._pin(request, key)
-            elif found is not LookupResult.MISS:
+            elif found is not LookupResult.MISS or (key in plan.want and key not in request.failed):
+                # On its way; or there was no room, because rows of stores or of an ended request are not free yet.
                 plan.todo.append(key)
-            elif key not in request.failed:
-                # No row could be had, or it was given away: from here on the prefix is cut.
-                request.failed.add(key)
         return not plan.todo
 
     def _chain_of(self, request, num_computed: int):
@@ -1035,13 +1035,21 @@ class SparkKvTier(SecondaryTierManager):
     def admitted(self, request, num_external: int) -> None:
         """The connector says that vLLM has given the request its blocks: now it is known what came from where."""
         known = self.requests.get(request.request_id)
-        if known is None or known.numbers is not None:
+        if known is None:
             return
+        if known.numbers is None:
+            self._count(known, request, int(num_external))
+        if not num_external:
+            # No load follows whose end would free what was held for it.
+            self._release(known)
+            known.plan = None
+
+    def _count(self, known: Request, request, num_external: int) -> None:
         stats = getattr(request, "prefill_stats", None)
         prompt = int(request.num_prompt_tokens)
         local = getattr(stats, "num_local_cached_tokens", None) if stats is not None else None
         local = min(known.start if local is None else int(local), prompt)
-        external = min(int(num_external), prompt - local)
+        external = min(num_external, prompt - local)
         drive, peer = self._by_source(known, local, local + external)
         known.numbers = (prompt, local, external - drive - peer, drive, peer, prompt - local - external)
         known.loaded = []
@@ -1111,11 +1119,11 @@ class SparkKvTier(SecondaryTierManager):
             request.plan = plan
         if key not in plan.want or key in request.failed:
             return LookupResult.MISS
-        if plan.link is not self.link or not self._usable() or (time.monotonic() > plan.deadline and not plan.jobs):
+        if plan.link is not self.link or not self._usable() or time.monotonic() > plan.deadline:
             self.counts["gave_up"] += 1
             plan.want = set()
             return LookupResult.MISS
-        if not self._reserve(plan):
+        if not self._reserve(request, plan):
             return LookupResult.RETRY
         # A promotion may evict: what has arrived must be pinned before the next one begins.
         self._pin_arrived()
@@ -1282,7 +1290,7 @@ class SparkKvTier(SecondaryTierManager):
         chain.sort(key=lambda kp: kp[1])
         if self.link is None or self.link.state != OPEN:
             self.counts["dropped_reports"] += 1
-        elif not self.link.send(report_frame(str(req_context_id(request.ctx)), request.numbers, chain)):
+        elif not self.link.send(report_frame(str(request.ctx.req_id), request.numbers, chain)):
             self.counts["dropped_reports"] += 1
 
     @quiet(None)
@@ -1340,10 +1348,6 @@ class SparkKvTier(SecondaryTierManager):
     @classmethod
     def config_info_keys(cls, tier_config=None):
         return ("socket", "plugin")
-
-
-def req_context_id(ctx) -> str:
-    return ctx.req_id
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1444,10 +1448,11 @@ class CpuWorker(OffloadingWorker):
 # The spec and the connector.
 
 
-def sweep_areas(own_engine_id: str, folder: str = "/dev/shm", young_s: float = 120.0, most: int = 64) -> list[str]:
-    """Removes areas of engines of ours that died before their name was taken away. Such a file is nobody's when no
-    process that can be seen has it open or mapped, when nobody holds the lock that every engine of ours takes on it
-    (which is seen across pid namespaces too), and when it is older than an engine needs to get as far as that lock."""
+def sweep_areas(own_engine_id: str, folder: str = "/dev/shm", young_s: float = 600.0, most: int = 64) -> list[str]:
+    """Removes areas of engines of ours that died before their name was taken away. Such a file is nobody's when
+    nobody holds the lock that every engine of ours takes on it (the kernel drops it with the process, and it is seen
+    across pid namespaces), when no process that can be looked into has it open or mapped, and when it is older than
+    an engine takes to get as far as that lock."""
     removed = []
     found = sorted(glob.glob(os.path.join(folder, "vllm_offload_spark-*.mmap")))[:most]
     for path in found:
@@ -1473,7 +1478,7 @@ def sweep_areas(own_engine_id: str, folder: str = "/dev/shm", young_s: float = 1
 
 
 def _in_use(path: str, uid: int) -> bool:
-    """Whether another process has the file open or mapped. One of the same user that cannot be looked into counts."""
+    """Whether another process of the user has the file open or mapped, as far as /proc can be read."""
     me = os.getpid()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if int(pid) == me:
@@ -1487,12 +1492,8 @@ def _in_use(path: str, uid: int) -> bool:
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 if os.readlink(f"/proc/{pid}/fd/{fd}") == path:
                     return True
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:
             continue
-        except OSError as e:
-            if e.errno == errno.ESRCH:
-                continue
-            return True
     return False
 
 
