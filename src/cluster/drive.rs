@@ -17,8 +17,8 @@ use tokio::sync::mpsc;
 use super::Inner;
 use super::identity::Fingerprint;
 use super::proto::{MAX_FRAME, Message, Word};
-use super::source::Change;
 use super::state::Begun;
+use crate::store::{Change, ChangeKind};
 use crate::tasks::Kind;
 
 /// Frames between a session and its socket.
@@ -121,7 +121,7 @@ async fn converse<R: AsyncRead + Unpin>(
             _ => return "it was replaced or is down".into(),
         };
         if let Some(space) = chores.tell {
-            let (keys, receiver) = inner.source.subscribe(space);
+            let (keys, receiver) = inner.store.subscribe(space);
             changes = Some(receiver);
             shared.with(of, number, |peer| peer.on_snapshot(space, keys));
             continue;
@@ -206,7 +206,11 @@ fn take(
             return;
         }
         for change in list {
-            peer.on_change(change.space, change.key, change.position);
+            let position = match change.kind {
+                ChangeKind::Added => Some(change.position),
+                ChangeKind::Removed => None,
+            };
+            peer.on_change(change.space, change.key, position);
         }
     });
 }

@@ -34,7 +34,8 @@ const GREETING_BYTES: usize = 64 << 10;
 /// First byte on an accepted relay stream, from the accepting side.
 const RELAY_OPEN: u8 = 1;
 
-const PAUSE_FIRST: Duration = Duration::from_millis(250);
+/// Pause before a node is dialled again, and before one is dialled that just joined.
+pub const PAUSE_FIRST: Duration = Duration::from_millis(250);
 const PAUSE_LAST: Duration = Duration::from_secs(5);
 
 type Tls = TlsStream<TcpStream>;
@@ -181,11 +182,11 @@ async fn admit(
     Ok(hello)
 }
 
-/// Addresses that say "any" mean the one that the node was seen at.
+/// Addresses that say "any", or "this machine" from another one, mean the one that the node was seen at.
 fn seen_from(hello: &mut Hello, ip: IpAddr) {
     for address in std::iter::once(&mut hello.control).chain(&mut hello.data) {
         if let Ok(said) = address.parse::<SocketAddr>()
-            && said.ip().is_unspecified()
+            && (said.ip().is_unspecified() || (said.ip().is_loopback() && !ip.is_loopback()))
         {
             *address = SocketAddr::new(ip, said.port()).to_string();
         }
@@ -210,23 +211,21 @@ async fn know(inner: &Arc<Inner>, of: Fingerprint, name: &str, address: &str) ->
         })?;
     }
     if first {
-        dial_always(inner, of);
+        dial_always(inner, of, PAUSE_FIRST);
     }
     Ok(())
 }
 
 /// Starts the task that dials a known node whenever it has no session.
-pub fn dial_always(inner: &Arc<Inner>, of: Fingerprint) {
-    let task = keep(inner.clone(), of);
+pub fn dial_always(inner: &Arc<Inner>, of: Fingerprint, pause: Duration) {
+    let task = keep(inner.clone(), of, pause);
     inner.shared.tasks.spawn(Kind::Serving, "dialler", task);
 }
 
-async fn keep(inner: Arc<Inner>, of: Fingerprint) {
+async fn keep(inner: Arc<Inner>, of: Fingerprint, mut pause: Duration) {
     let shared = &inner.shared;
     let stopping = shared.tasks.stopping();
     let moved = shared.moved(of);
-    // Both sides dial; the one whose connection would win goes first, so that mostly there is only one.
-    let mut pause = if shared.me < of { Duration::ZERO } else { PAUSE_FIRST };
     loop {
         if stopping.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
             return;
@@ -346,10 +345,8 @@ async fn greet_out(
     match frames.message(GREETING_BYTES).await? {
         Message::Hello(mut hello) => {
             seen_from(&mut hello, ip);
-            // What was dialled works; what it says of itself may be a name that only it knows.
-            if hello.control.parse::<SocketAddr>().is_err() {
-                hello.control = address.to_owned();
-            }
+            // What was dialled works; what it says of itself may be an address that only it can use.
+            hello.control = address.to_owned();
             Ok(Greeted { frames, to, hello })
         }
         Message::Refused(reason) => Err(Failure::Refused(reason)),

@@ -17,6 +17,9 @@ mod state;
 mod tls;
 mod token;
 
+#[cfg(test)]
+mod tests;
+
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
@@ -34,7 +37,6 @@ use tokio::time::Instant;
 use tokio_rustls::TlsStream;
 
 pub use proto::SpaceFacts;
-pub use source::{Change, MemSource, Source};
 pub use state::{Member, MemberState, PeerChange};
 pub use token::NotAToken;
 
@@ -45,6 +47,7 @@ use crate::base::frame::Outcome;
 use crate::base::rows::Rows;
 use crate::base::units::Bytes;
 use crate::meter::Meter;
+use crate::store::Store;
 use crate::tasks::{Kind, Tasks};
 use crate::transfer::{Fabric, Server};
 use identity::Identity;
@@ -107,7 +110,7 @@ pub struct Cluster(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     shared: Shared,
-    source: Source,
+    store: Store,
     identity: Identity,
     folder: PathBuf,
     server_tls: Arc<rustls::ServerConfig>,
@@ -115,6 +118,7 @@ struct Inner {
     generation: u64,
     control: String,
     data: String,
+    control_listener: String,
     data_listener: String,
     /// Secrets that were given out.
     invites: Mutex<Invites>,
@@ -129,7 +133,7 @@ impl Cluster {
     /// Reads or makes the identity, listens, and begins to dial the nodes that are known.
     pub async fn start(
         options: Options,
-        source: impl Into<Source>,
+        store: Store,
         clock: Clock,
         tasks: &Tasks,
         meter: &Meter,
@@ -162,13 +166,14 @@ impl Cluster {
         let (relays_in, relays_out) = mpsc::channel(RELAYS);
         let inner = Arc::new(Inner {
             server_tls: tls::server(&identity)?,
-            source: source.into(),
+            store,
             identity,
             folder: options.identity,
             name: options.name,
             generation: options.generation,
-            control: options.seen_as.control.unwrap_or(control_at),
+            control: options.seen_as.control.unwrap_or_else(|| control_at.clone()),
             data: options.seen_as.data.unwrap_or_else(|| data_at.clone()),
+            control_listener: control_at,
             data_listener: data_at,
             invites: Mutex::default(),
             pin_file: tokio::sync::Mutex::default(),
@@ -177,7 +182,7 @@ impl Cluster {
             shared,
         });
         let server = Server::new(
-            Arc::new(inner.source.clone()),
+            Arc::new(inner.store.clone()),
             inner.shared.tickets.clone(),
             options.serve_memory,
             options.silence,
@@ -186,7 +191,9 @@ impl Cluster {
         tasks.spawn(Kind::Owner, "data listener", server.run(data_listener, tasks.clone()));
         tasks.spawn(Kind::Owner, "control listener", link::accept(inner.clone(), control_listener));
         for of in known {
-            link::dial_always(&inner, of);
+            // Both sides dial; the one whose connection would win goes first, so that mostly there is only one.
+            let first = inner.shared.me < of;
+            link::dial_always(&inner, of, if first { Duration::ZERO } else { link::PAUSE_FIRST });
         }
         if let Some(token) = token {
             tasks.spawn(Kind::Serving, "join", link::join(inner.clone(), token));
@@ -275,9 +282,9 @@ impl Cluster {
         self.0.relays_out.lock().take()
     }
 
-    /// Where control between nodes listens, as others are told.
+    /// Where control between nodes listens, on this machine.
     pub fn control_address(&self) -> &str {
-        &self.0.control
+        &self.0.control_listener
     }
 
     /// Where rows are served, on this machine.
