@@ -6,8 +6,8 @@
 pub mod api;
 pub mod base;
 pub mod cli;
-pub mod engine;
 pub mod cluster;
+pub mod engine;
 pub mod meter;
 pub mod mock;
 pub mod observe;
