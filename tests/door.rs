@@ -9,13 +9,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
-use spark_kv::api::local::{Door, Fingerprint, Options, ROW_BUDGET_PERCENT, Store};
+use spark_kv::api::local::{Door, Fingerprint, Options, ROW_BUDGET_PERCENT};
 use spark_kv::base::block::{BlockHash, GroupId, Namespace, RowItem, RowKey};
 use spark_kv::base::clock::Clock;
 use spark_kv::base::frame::{FromEngine, FromNode, Outcome, PROTOCOL, Sources};
 use spark_kv::base::geometry::{Group, GroupKind, Hello};
+use spark_kv::base::units::Bytes;
 use spark_kv::meter::Meter;
 use spark_kv::mock::client::{Area, DoorClient, Error};
+use spark_kv::settings::Io;
+use spark_kv::store::{self, DiskKind, Failure, Mem, Store};
 use spark_kv::tasks::Tasks;
 
 const ROW: u32 = 8192;
@@ -69,7 +72,18 @@ struct House {
     store: Store,
     tasks: Tasks,
     meter: Meter,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
+}
+
+fn open_store(folder: &Path, kind: DiskKind, clock: &Clock, meter: &Meter) -> Store {
+    let options = store::Options {
+        folder: folder.join("segments"),
+        capacity: Bytes::mib(32),
+        segment: Bytes::mib(1),
+        io: Io::Auto,
+        queue_depth: 8,
+    };
+    Store::open(options, kind, clock.clone(), meter).unwrap().0
 }
 
 fn fingerprint() -> Fingerprint {
@@ -94,13 +108,17 @@ fn options() -> Options {
 
 impl House {
     async fn new() -> Self {
+        Self::on(DiskKind::Real).await
+    }
+
+    async fn on(kind: DiskKind) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (tasks, meter, clock) = (Tasks::new(), Meter::new(), Clock::real());
-        let store = Store::new();
+        let store = open_store(folder.path(), kind, &clock, &meter);
         let socket = folder.path().join("run/engine.sock");
         let door =
             Door::start(socket.clone(), store.clone(), None, options(), clock, &tasks, &meter).await.unwrap();
-        Self { door, socket, store, tasks, meter, _folder: folder }
+        Self { door, socket, store, tasks, meter, folder }
     }
 
     async fn engine(&self, engine_id: &str) -> Engine {
@@ -122,6 +140,7 @@ impl House {
         assert_eq!(self.tasks.stop(LIMIT).await, 0, "tasks are left");
         assert!(!self.tasks.failed().is_cancelled(), "the node failed");
         assert!(!self.socket.exists(), "the socket is left");
+        self.store.close().await;
     }
 }
 
@@ -505,5 +524,72 @@ async fn a_second_node_does_not_take_a_living_ones_socket_but_a_dead_ones() {
     start(stale.clone(), tasks.clone()).await.unwrap();
     Engine::connect(&stale, &hello("spark-b-1")).await.unwrap();
     tasks.stop(LIMIT).await;
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_damaged_row_fails_alone_and_leaves_the_table() {
+    let house = House::new().await;
+    let mut engine = house.engine("spark-a-1").await;
+    let rows: Vec<(u32, u32)> = (0..30).map(|n| (n, n)).collect();
+    assert_eq!(engine.store(&rows).await, [Outcome::Stored; 30]);
+    let victim = bytes(17);
+    let mut damaged = 0;
+    for entry in std::fs::read_dir(house.folder.path().join("segments")).unwrap() {
+        let path = entry.unwrap().path();
+        let Ok(mut file) = std::fs::read(&path) else { continue };
+        // The covered half of an odd row: its first bytes are enough to find it.
+        if let Some(at) = file.windows(512).position(|w| *w == victim[..512]) {
+            file[at + 100] ^= 1;
+            std::fs::write(&path, file).unwrap();
+            damaged += 1;
+        }
+    }
+    assert_eq!(damaged, 1, "the row is in one segment");
+    (30..60).for_each(|row| engine.area.fill(row, |b| b.fill(0)));
+    let moved: Vec<(u32, u32)> = (0..30).map(|n| (n, n + 30)).collect();
+    let outcomes = engine.load(&moved, 0).await;
+    for n in 0..30 {
+        if n == 17 {
+            assert_eq!(outcomes[17], Outcome::Failed);
+            assert_eq!(engine.client.table.holders(&key(17)), 0, "it is not offered again");
+        } else {
+            assert_eq!(outcomes[n as usize], Outcome::FromDrive, "row {n}");
+            assert!(engine.row(n + 30) == bytes(n), "row {n}");
+        }
+    }
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_drive_fails_stores_and_goes_on_loading() {
+    let mem = Mem::new();
+    let house = House::on(DiskKind::Mem(mem.clone())).await;
+    let mut engine = house.engine("spark-a-1").await;
+    assert_eq!(engine.store(&[(1, 1), (2, 2)]).await, [Outcome::Stored; 2]);
+    mem.fail(0, 1_000_000, Failure::Full);
+    assert_eq!(engine.store(&[(3, 3), (4, 4)]).await, [Outcome::Failed; 2]);
+    assert_eq!(engine.client.table.holders(&key(3)), 0);
+    assert_eq!(engine.load(&[(2, 9), (3, 10)], 0).await, [Outcome::FromDrive, Outcome::Failed]);
+    assert!(engine.row(9) == bytes(2));
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_capacity_pushes_out_leaves_the_table() {
+    let house = House::new().await;
+    let mut engine = house.engine("spark-a-1").await;
+    // 32 MiB hold fewer than 4,096 rows of 8 KiB; twice as many are offered.
+    let mut stored = 0;
+    for round in 0..128 {
+        let rows: Vec<(u32, u32)> = (0..ROWS).map(|row| (round * ROWS + row, row)).collect();
+        stored += engine.store(&rows).await.iter().filter(|o| **o == Outcome::Stored).count();
+    }
+    assert!(stored > 4096, "{stored}");
+    let held = (0..128 * ROWS).filter(|&n| engine.client.table.holders(&key(n)) != 0).count();
+    let status = house.store.status();
+    assert_eq!(held as u64, status.rows, "the table tells exactly what the drive holds");
+    assert!(held < 4096, "{held}");
+    assert_eq!(engine.client.table.holders(&key(128 * ROWS - 1)), 1, "the newest is there");
     house.close().await;
 }

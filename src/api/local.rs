@@ -13,7 +13,6 @@
 mod held;
 mod job;
 mod lease;
-mod seam;
 mod session;
 
 use std::collections::BTreeMap;
@@ -31,13 +30,14 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 
-pub use self::seam::{Cluster, Store};
 use self::session::Turned;
 use crate::base::block::{Namespace, RowKey};
 use crate::base::clock::{Clock, unix_seconds};
 use crate::base::frame::{Outcome, Sources};
 use crate::base::geometry::Hello;
+use crate::cluster::Cluster;
 use crate::meter::{Meter, SECONDS};
+use crate::store::Store;
 use crate::tasks::{self, Kind, Tasks};
 
 /// Connections at one time, most of them before their HELLO. An engine has one; a restarting one may have two.

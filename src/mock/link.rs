@@ -276,7 +276,7 @@ fn enter(order: Order, job: u64, jobs: &mut HashMap<u64, Job>) -> FromEngine {
 fn refuse(order: Order) {
     match order {
         Order::Store(items, done) | Order::Load { items, done, .. } => {
-            Job { count: items.len(), done }.fail()
+            Job { count: items.len(), done }.fail();
         }
         Order::Report(_) => {}
     }

@@ -14,9 +14,10 @@ use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::seam::{Change, ChangeKind, Cluster, PeerChange, Store};
 use crate::base::block::{RowKey, Space};
 use crate::base::table::{Holder, Table};
+use crate::cluster::{Cluster, PeerChange};
+use crate::store::{Change, ChangeKind, Store};
 use crate::tasks::{Kind, Tasks};
 
 /// Slots of the largest table: 128 MiB of shared memory, 8 million keys at half load.

@@ -6,12 +6,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::seam::{Cluster, Store};
 use crate::base::block::RowItem;
 use crate::base::clock::{Clock, Micros};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
+use crate::cluster::Cluster;
+use crate::store::Store;
 
 /// Everything that moves rows for one engine.
 #[derive(Clone, Debug)]

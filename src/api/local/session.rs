@@ -19,7 +19,6 @@ use tokio_util::sync::CancellationToken;
 use super::held::{self, Held};
 use super::job::Mover;
 use super::lease::{Ledger, MAX_OPEN_JOBS, Verdict, Violation};
-use super::seam::SpaceFacts;
 use super::{EngineFacts, Pushed, Report, Seat, Shared};
 use crate::base::block::{Namespace, RowItem, Space};
 use crate::base::clock::{Micros, unix_seconds};
@@ -28,6 +27,7 @@ use crate::base::frame::{FromEngine, FromNode, Outcome, PROTOCOL};
 use crate::base::geometry::{Hello, Refused, Welcome};
 use crate::base::handover::{self, Inbox};
 use crate::base::rows::{AreaId, Rows};
+use crate::cluster::SpaceFacts;
 use crate::tasks::{self, Kind};
 
 /// From connecting to a whole HELLO. The plugin sends it at once; whoever does not is not a plugin.
@@ -222,7 +222,7 @@ impl Session {
         if let Some(cluster) = &shared.cluster {
             cluster.set_space(Some(SpaceFacts { space, what: what.clone() }));
         }
-        let slots = held::slots(shared.store.status().capacity.0, hello.row_bytes);
+        let slots = held::slots(shared.store.status().capacity, hello.row_bytes);
         let (store, cluster) = (shared.store.clone(), shared.cluster.clone());
         let (held, table) = match Held::start(store, cluster, space, slots, &shared.tasks).await {
             Ok(held) => held,
