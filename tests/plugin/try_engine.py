@@ -33,7 +33,8 @@ def post(url, body=None, timeout=300):
 
 
 def prompt_of(name: str, words: int) -> str:
-    stock = "the function reads every line of the file and returns a list with the index of each match".split()
+    stock = ["the", "function", "reads", "every", "line", "of", "the", "file", "and", "returns", "a", "list", "with",
+             "the", "index", "of", "each", "match"]
     seed = hashlib.sha256(name.encode()).digest()
     return f"{name}: " + " ".join(stock[(seed[i % 32] + i * 7 + i // 13) % len(stock)] for i in range(words))
 
@@ -183,15 +184,12 @@ def main():
             print(json.dumps(line), flush=True)
             return line
 
-        # The same split of the prompt, once from the device and once from the node: the rest is computed in the same
-        # pieces, so that the texts must be equal. (Against the cold text they need not be: sums of other pieces.)
-        ids = post(engine.url + "/tokenize", {"model": "tiny", "prompt": prompt_of("first", a.words)})["tokens"]
-        part = len(ids) // 2 // 128 * 128
-        ask_tokens("store", ids)
-        reset()
-        off = {"kv_load_tiers": []}
-        ask_tokens("first half", ids[: part + 1], kv_transfer_params=off)
-        device_half = ask_tokens("half from the device", ids, kv_transfer_params=off)
+        # The same half of a prompt, once from the device and once from the node, and the rest computed in the same
+        # pieces: the texts must be equal. (Against a cold text they need not be, which sums other pieces.)
+        ids = post(engine.url + "/tokenize", {"model": "tiny", "prompt": prompt_of("halves", a.words)})["tokens"]
+        part = min(len(ids) // 2, a.budget * 64) // 128 * 128
+        ask_tokens("first half", ids[: part + 1])
+        device_half = ask_tokens("half from the device", ids)
         reset()
         node_half = ask_tokens("half from the node", ids, kv_transfer_params={"max_load_tokens": part})
         good &= device_half["text"] == node_half["text"] and device_half["cached"] == node_half["cached"] == part

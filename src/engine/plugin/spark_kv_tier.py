@@ -188,15 +188,18 @@ def parse(kind: int, body: memoryview):
 # The lookup table. The node's base/table.rs is the definition.
 
 _M64 = (1 << 64) - 1
-_WORDS = struct.Struct("<QQ16sI")
+_TAG = _M64 - 3
+_WORDS = struct.Struct("<QQ")
 _BUCKET = struct.Struct("<8Q")
 
 
 def place(key: bytes, mask: int) -> tuple[int, int, int]:
     """Tag of a key and its two buckets. The group number is big-endian in the key, as vLLM packs it."""
-    head, second_word, _, _ = _WORDS.unpack(key)
-    group = int.from_bytes(key[32:36], "big")
-    tag = (head ^ (group * 0x9E37_79B9_7F4A_7C15 & _M64)) & ~3 & _M64 or 4
+    head, second_word = _WORDS.unpack_from(key)
+    group = key[32:]
+    if group != b"\0\0\0\0":
+        head ^= int.from_bytes(group, "big") * 0x9E37_79B9_7F4A_7C15 & _M64
+    tag = head & _TAG or 4
     first = second_word & mask
     return tag, first, (first ^ (1 | (tag >> 32))) & mask
 
@@ -217,12 +220,15 @@ class Table:
         if len(key) != KEY_BYTES:
             return 0
         tag, first, second = place(key, self._mask)
-        for slot in _BUCKET.unpack_from(self._map, first * 64):
-            if slot ^ tag < 4:
-                return slot & 3
-        for slot in _BUCKET.unpack_from(self._map, second * 64):
-            if slot ^ tag < 4:
-                return slot & 3
+        for bucket in (first, second):
+            slots = _BUCKET.unpack_from(self._map, bucket * 64)
+            # Three searches of the tuple cost less than one loop over it.
+            if tag | 1 in slots:
+                return 1
+            if tag | 2 in slots:
+                return 2
+            if tag | 3 in slots:
+                return 3
         return 0
 
     def close(self) -> None:
@@ -1181,7 +1187,7 @@ class SparkKvTier(SecondaryTierManager):
     def _submit_store(self, job) -> None:
         ctx = job.req_context
         items = [
-            (bytes(key), ctx.get_offload_key_position(key) or 0, int(row)) for key, row in zip(job.keys, self._rows_of(job))
+            (bytes(key), ctx.get_offload_key_position(key) or 0, int(row)) for key, row in zip(job.keys, self._rows_of(job), strict=True)
         ]
         # The keys come as a set. In the order of position a store that ends early leaves a usable prefix.
         items.sort(key=lambda item: item[1])
@@ -1219,7 +1225,7 @@ class SparkKvTier(SecondaryTierManager):
         known = plan.positions if plan is not None else {}
         items = [
             (bytes(key), known.get(key) or ctx.get_offload_key_position(key) or 0, int(row))
-            for key, row in zip(job.keys, self._rows_of(job))
+            for key, row in zip(job.keys, self._rows_of(job), strict=True)
         ]
         items.sort(key=lambda item: item[1])
         now = time.monotonic()
