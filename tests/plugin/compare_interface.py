@@ -54,6 +54,7 @@ USED = [
     (f"{OFFLOAD}/tiering/manager.py", "TieringOffloadingManager", "prepare_load", ["keys", "req_context"]),
     (f"{OFFLOAD}/tiering/manager.py", "TieringOffloadingManager", "complete_load", ["keys", "req_context"]),
     (f"{OFFLOAD}/tiering/manager.py", "TieringOffloadingManager", "reset_cache", []),
+    (f"{OFFLOAD}/tiering/manager.py", "TieringOffloadingManager", "_process_finished_jobs", []),
     (f"{OFFLOAD}/tiering/manager.py", "CPUPrimaryTierOffloadingManager", "prepare_read", ["keys", "req_context"]),
     (f"{OFFLOAD}/cpu/manager.py", "CPUOffloadingManager", "lookup", ["key", "req_context"]),
     (f"{OFFLOAD}/cpu/manager.py", "CPUOffloadingManager", "complete_load", ["keys", "req_context"]),

@@ -96,10 +96,9 @@ def test_a_store_writes_what_the_layout_says_and_nothing_else(region):
     worker = plugin.CpuWorker(kv, 2, area)
     area.base_tensor.zero_()
     moved(worker, GPULoadStoreSpec([3, 5, 9, 2], (2, 2), (0, 0)), CPULoadStoreSpec([1, 4]), True)
-    bytes_of = area.base_tensor.view(ROWS, 4096)
 
     def written(row):
-        return {int(i) for i in torch.nonzero(bytes_of[row])}
+        return {int(i) for i in torch.nonzero(area.base_tensor.view(ROWS, 4096)[row])}
 
     def spread(ranges):
         return {i for at, n in ranges for i in range(at, at + n)}
@@ -108,7 +107,6 @@ def test_a_store_writes_what_the_layout_says_and_nothing_else(region):
     assert written(4) == spread(part)
     assert not written(0) and not written(2)
     worker.rows = worker.device = []
-    del bytes_of
 
 
 def test_ranks_write_into_their_own_cells(region):

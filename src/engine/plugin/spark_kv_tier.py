@@ -21,6 +21,7 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import mmap
@@ -43,6 +44,7 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingWorker,
     OffloadPolicy,
+    ReqContext,
     RequestOffloadingContext,
     TransferResult,
     make_offload_key,
@@ -88,6 +90,8 @@ class Limits:
     drain_s: float = 30.0
     # How long rows of a hit stay pinned for a request that vLLM does not admit.
     hold_s: float = 30.0
+    # Reports kept while no node takes them.
+    reports: int = 64
     # Broken connections that may still have open jobs. With more the tier stays off.
     lost_links: int = 4
 
@@ -184,15 +188,18 @@ def parse(kind: int, body: memoryview):
 # The lookup table. The node's base/table.rs is the definition.
 
 _M64 = (1 << 64) - 1
-_WORDS = struct.Struct("<QQ16sI")
+_TAG = _M64 - 3
+_WORDS = struct.Struct("<QQ")
 _BUCKET = struct.Struct("<8Q")
 
 
 def place(key: bytes, mask: int) -> tuple[int, int, int]:
     """Tag of a key and its two buckets. The group number is big-endian in the key, as vLLM packs it."""
-    head, second_word, _, _ = _WORDS.unpack(key)
-    group = int.from_bytes(key[32:36], "big")
-    tag = (head ^ (group * 0x9E37_79B9_7F4A_7C15 & _M64)) & ~3 & _M64 or 4
+    head, second_word = _WORDS.unpack_from(key)
+    group = key[32:]
+    if group != b"\0\0\0\0":
+        head ^= int.from_bytes(group, "big") * 0x9E37_79B9_7F4A_7C15 & _M64
+    tag = head & _TAG or 4
     first = second_word & mask
     return tag, first, (first ^ (1 | (tag >> 32))) & mask
 
@@ -213,12 +220,15 @@ class Table:
         if len(key) != KEY_BYTES:
             return 0
         tag, first, second = place(key, self._mask)
-        for slot in _BUCKET.unpack_from(self._map, first * 64):
-            if slot ^ tag < 4:
-                return slot & 3
-        for slot in _BUCKET.unpack_from(self._map, second * 64):
-            if slot ^ tag < 4:
-                return slot & 3
+        for bucket in (first, second):
+            slots = _BUCKET.unpack_from(self._map, bucket * 64)
+            # Three searches of the tuple cost less than one loop over it.
+            if tag | 1 in slots:
+                return 1
+            if tag | 2 in slots:
+                return 2
+            if tag | 3 in slots:
+                return 3
         return 0
 
     def close(self) -> None:
@@ -291,6 +301,8 @@ class Group:
     aligned: bool = False
     # A drafter's group: vLLM asks for one chunk more than it uses.
     draft: bool = False
+    # Tokens past a partial tail's boundary at which a drafter's group keeps the row that proves it.
+    proof: int = 0
     kind: str = "full_attention"
 
 
@@ -614,8 +626,12 @@ class SparkKvTier(SecondaryTierManager):
         self.rate = 1000
         self.next_try = 0.0
         self.unlinked = False
+        self.reports: deque = deque(maxlen=self.limits.reports)
         self.counts = {"dropped_reports": 0, "kills": 0, "violations": 0, "waits": 0, "gave_up": 0}
         self._logged: dict = {}
+        self._nobody = ReqContext(req_id="spark-kv")
+        if unknown := config.keys() - known.keys() - {"locality"}:
+            logger.warning("spark-kv: unknown settings of the tier: %s", ", ".join(sorted(unknown)))
 
     # -- small things ---------------------------------------------------------------------------------------------
 
@@ -690,6 +706,8 @@ class SparkKvTier(SecondaryTierManager):
             self._bury(now)
         if self.to_check:
             self._look_for_holes(256)
+        if self.reports:
+            self._send_reports()
 
     def _connect(self, now: float) -> None:
         if self.hello is None or now < self.next_try or len(self.lost) >= self.limits.lost_links:
@@ -836,8 +854,8 @@ class SparkKvTier(SecondaryTierManager):
         if len(self.holes) < 2 * self.rows:
             self.holes[key] = None
 
-    def _resident(self, key, ctx) -> bool:
-        return self.primary.lookup(key, ctx) is not LookupResult.MISS
+    def _resident(self, key) -> bool:
+        return self.primary.lookup(key, self._nobody) is not LookupResult.MISS
 
     def _on_drive(self, key) -> bool:
         return bool(self.link.table.holders(key) & 1)
@@ -848,15 +866,16 @@ class SparkKvTier(SecondaryTierManager):
             return
         for _ in range(min(most, len(self.to_check))):
             key = self.to_check.popleft()
-            if not self._on_drive(key) and self._resident(key, None):
+            if not self._on_drive(key) and self._resident(key):
                 self._hole(key)
 
     def _mended(self, most: int) -> bool:
         """Drops holes that are none any more, and says whether none are left. A hole ends when the node holds the
         row, or when the row is no longer in the area: a row that comes back is offered like any new one."""
-        for key in list(self.holes)[:most]:
-            if self._on_drive(key) or not self._resident(key, None):
-                del self.holes[key]
+        for key in list(itertools.islice(self.holes, most)):
+            del self.holes[key]
+            if not self._on_drive(key) and self._resident(key):
+                self.holes[key] = None
         return not self.holes and not self.to_check
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -897,9 +916,9 @@ class SparkKvTier(SecondaryTierManager):
 
     def _with_tail(self, end, needed, tail, has):
         """Adds the largest boundary inside the next block at which every group has a row (partial tails)."""
-        for boundary, keys in tail(end):
-            if len(needed) + len(keys) <= self._budget() and all(has(key) for key in keys):
-                return boundary, needed + [(boundary, key) for key in keys]
+        for boundary, rows in tail(end):
+            if len(needed) + len(rows) <= self._budget() and all(has(key) for _, key in rows):
+                return boundary, needed + rows
         return end, needed
 
     def _tokens(self, key) -> int:
@@ -955,10 +974,6 @@ class SparkKvTier(SecondaryTierManager):
         while self.to_pin:
             self._pin(*self.to_pin.popleft())
 
-    def _drop_plan(self, request: Request) -> None:
-        self._release(request)
-        request.plan = Plan(None, request.start, request.start, [], set(), 0.0)
-
     def _sweep_plans(self, now: float) -> None:
         """Lets go of rows that a request has held for too long without being admitted."""
         for request in self.requests.values():
@@ -972,18 +987,19 @@ class SparkKvTier(SecondaryTierManager):
         """The connector's question before vLLM looks keys up: is everything there that this request's hit needs?
         Starts the loads when rows can be had. False means: ask again at the next step."""
         known = self.requests.get(request.request_id)
-        if known is None or not self.groups:
+        if known is None or not self.groups or not known.ctx.load_tier_filter.allows(self.medium, self.locality):
             return True
         self._poll()
         plan = known.plan
-        if plan is not None and plan.start != num_computed and not plan.held:
-            plan = None
-        if plan is None:
+        if plan is None or (plan.start != num_computed and not plan.held):
             known.start = num_computed
-            plan = self._plan(known, *self._chain_of(request, num_computed))
-            if plan is None:
+            fresh = self._plan(known, *self._chain_of(request, num_computed))
+            if fresh is None:
                 return False
-            known.plan = plan
+            if plan is not None and plan.want:
+                # The device's own hit has grown; that does not make the request's patience longer.
+                fresh.deadline = min(fresh.deadline, plan.deadline)
+            known.plan = plan = fresh
         return self._advance(known, plan)
 
     def _advance(self, request: Request, plan: Plan) -> bool:
@@ -1027,8 +1043,9 @@ class SparkKvTier(SecondaryTierManager):
         def tail(end):
             top = min(request.num_prompt_tokens - 1, end + self.partial_tail - 1, limit)
             for boundary in range(top - top % unit, end, -unit):
-                block_hash = hashes[boundary // unit - 1]
-                yield boundary, [make_offload_key(block_hash, g.number) for g in self.groups]
+                places = [(boundary + g.proof, g.number) for g in self.groups]
+                if all(at // unit <= len(hashes) for at, _ in places):
+                    yield boundary, [(at, make_offload_key(hashes[at // unit - 1], n)) for at, n in places]
 
         return chain, num_computed, limit, tail if self.partial_tail else None
 
@@ -1147,19 +1164,20 @@ class SparkKvTier(SecondaryTierManager):
         try:
             self._submit_store(job_metadata)
         except Exception as e:
-            self._give_back(job_metadata, "submit_store", e)
+            self._give_back(job_metadata, False, e)
 
     def submit_load(self, job_metadata) -> None:
         try:
             self._submit_load(job_metadata)
         except Exception as e:
-            self._give_back(job_metadata, "submit_load", e)
+            self._give_back(job_metadata, True, e)
 
-    def _give_back(self, job, where: str, error: Exception) -> None:
+    def _give_back(self, job, is_load: bool, error: Exception) -> None:
         """A job that could not be sent is failed, unless it was sent after all."""
-        self._once(f"{where}: {type(error).__name__}", "%s failed: %r", where, error, trace=True)
-        if self.link is None or job.job_id not in self.link.jobs:
-            self.finished.append(JobResult(job.job_id, False))
+        self._once(f"job: {type(error).__name__}", "a job failed: %r", error, trace=True)
+        if any(job.job_id in link.jobs for link in [self.link, *self.lost] if link is not None):
+            return
+        self._fail(Job(job.job_id, list(job.keys), is_load, job.req_context.req_id, 0.0, 0.0))
 
     @staticmethod
     def _rows_of(job):
@@ -1169,7 +1187,7 @@ class SparkKvTier(SecondaryTierManager):
     def _submit_store(self, job) -> None:
         ctx = job.req_context
         items = [
-            (bytes(key), ctx.get_offload_key_position(key) or 0, int(row)) for key, row in zip(job.keys, self._rows_of(job))
+            (bytes(key), ctx.get_offload_key_position(key) or 0, int(row)) for key, row in zip(job.keys, self._rows_of(job), strict=True)
         ]
         # The keys come as a set. In the order of position a store that ends early leaves a usable prefix.
         items.sort(key=lambda item: item[1])
@@ -1207,7 +1225,7 @@ class SparkKvTier(SecondaryTierManager):
         known = plan.positions if plan is not None else {}
         items = [
             (bytes(key), known.get(key) or ctx.get_offload_key_position(key) or 0, int(row))
-            for key, row in zip(job.keys, self._rows_of(job))
+            for key, row in zip(job.keys, self._rows_of(job), strict=True)
         ]
         items.sort(key=lambda item: item[1])
         now = time.monotonic()
@@ -1288,16 +1306,19 @@ class SparkKvTier(SecondaryTierManager):
         # Boundaries that vLLM only asked about are in there too; they are nobody's rows.
         chain = [(bytes(k), p) for k, p in positions.items() if p % self._tokens(k) == 0 or k in request.tails]
         chain.sort(key=lambda kp: kp[1])
-        if self.link is None or self.link.state != OPEN:
+        if len(self.reports) == self.reports.maxlen:
             self.counts["dropped_reports"] += 1
-        elif not self.link.send(report_frame(str(request.ctx.req_id), request.numbers, chain)):
-            self.counts["dropped_reports"] += 1
+        self.reports.append(report_frame(str(request.ctx.req_id), request.numbers, chain))
+        self._send_reports()
+
+    def _send_reports(self) -> None:
+        """Reports wait for a node that is away, the latest of them."""
+        while self.reports and self.link is not None and self.link.state == OPEN and self.link.send(self.reports[0]):
+            self.reports.popleft()
 
     @quiet(None)
     def on_schedule_end(self, context) -> None:
         self.unlink_area()
-        # Stores come next in this step and may evict.
-        self._pin_arrived()
         self._sweep_plans(time.monotonic())
         if self.hello is None:
             self._once("layout", "nobody told the row layout (is kv_connector SparkKvConnector?): the tier stays off")
@@ -1355,12 +1376,17 @@ class SparkKvTier(SecondaryTierManager):
 
 
 class SparkKvManager(TieringOffloadingManager):
-    """vLLM's own manager. Public methods only are overridden, each adds a word to the tier after or before its own."""
+    """vLLM's own manager; each method adds a word to the tier before or after vLLM's own."""
 
     def _tell(self, what: str, *args) -> None:
         for tier in self.secondary_tiers:
             if isinstance(tier, SparkKvTier):
                 quiet(None)(getattr(SparkKvTier, what))(tier, *args)
+
+    def _process_finished_jobs(self, *args, **kwargs):
+        # What has arrived must be pinned before anything may evict: stores follow at once.
+        super()._process_finished_jobs(*args, **kwargs)
+        self._tell("_pin_arrived")
 
     def prepare_load(self, keys, req_context):
         spec = super().prepare_load(keys, req_context)
@@ -1590,7 +1616,7 @@ class SparkKvConnector(OffloadingConnector):
             return
         try:
             layouts = [m for m in metadata.values() if isinstance(m, Layout)]
-            tier.describe(*description(self._spark_config, self._spark_groups, self.connector_scheduler.config, tier, layouts))
+            tier.describe(*description(self._spark_config, self._spark_groups, self.connector_scheduler, tier, layouts))
         except Exception as e:
             tier._once("describe", "the row layout cannot be told, the tier stays off: %r", e, trace=True)
 
@@ -1600,6 +1626,8 @@ class SparkKvConnector(OffloadingConnector):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         tier = self._spark_tier
         if tier is not None and not request.skip_reading_prefix_cache:
+            # From 0.33 on the manager is entered under a lock that is held for the whole step.
+            getattr(self.connector_scheduler, "_acquire_step", lambda: None)()
             if not quiet(True)(SparkKvTier.ready_for)(tier, request, num_computed_tokens):
                 return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -1620,13 +1648,17 @@ def _kind(spec) -> str:
         return type(spec).__name__
 
 
-def description(vllm_config, kv_cache_config, scheduler_config, tier: SparkKvTier, layouts):
+def description(vllm_config, kv_cache_config, scheduler, tier: SparkKvTier, layouts):
     """Arguments of SparkKvTier.describe: groups as hits see them, HELLO, tokens of a block where tails may be partial."""
-    spec = tier.spec
+    spec, scheduler_config = tier.spec, scheduler.config
+    proofs = getattr(scheduler, "_eagle_proof_margins", {})
     config, parallel = spec.config, spec.config.parallel
     per_row = spec.blocks_per_chunk
     if not layouts:
         raise ValueError("no worker told its layout")
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256"):
+        raise ValueError(f"prefix-caching-hash-algo is {algorithm}: keys need the 32 bytes of sha256 or sha256_cbor")
     covered = covered_ranges(layouts, len(config.groups), spec.cpu_page_size_per_worker, per_row, spec.kv_bytes_per_chunk)
     groups, told = [], []
     for g, own, ranges in zip(config.groups, scheduler_config.kv_group_configs, covered):
@@ -1639,6 +1671,7 @@ def description(vllm_config, kv_cache_config, scheduler_config, tier: SparkKvTie
                 window=own.sliding_window_size_in_chunks,
                 aligned=kind == "mamba",
                 draft=bool(own.is_eagle_group),
+                proof=int(proofs.get(g.group_id, 0)),
                 kind=kind,
             )
         )
@@ -1661,7 +1694,7 @@ def description(vllm_config, kv_cache_config, scheduler_config, tier: SparkKvTie
         "rows": int(spec.num_chunks),
         "row_bytes": int(spec.kv_bytes_per_chunk),
         "hash_unit": int(config.cache.tokens_per_hash),
-        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "hash_algorithm": algorithm,
         "hash_seed": os.environ.get("PYTHONHASHSEED") or "vllm-none-hash",
         "groups": told,
         "interchange": {
