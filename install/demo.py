@@ -45,8 +45,11 @@ class Node:
             connection.close()
 
     def ready(self):
+        """Serves by its own engine, and the cache of that engine has been judged."""
         try:
-            return self.get("/healthz")[0] == 200
+            code, health = self.get("/healthz")
+            own = code == 200 and health["checks"]["engine"]["ok"]
+            return own and self.get("/api/v1/state")[1]["node"]["cache"]["on"] is not None
         except (OSError, ValueError):
             return False
 
@@ -156,7 +159,7 @@ def main():
     arguments.add_argument("--binary", required=True, type=lambda p: pathlib.Path(p).resolve())
     arguments.add_argument("--folder", required=True, type=pathlib.Path)
     arguments.add_argument("--port", type=int, default=8100)
-    arguments.add_argument("--words", type=int, default=5000, help="words of a conversation's first turn")
+    arguments.add_argument("--words", type=int, default=2100, help="words of a conversation's first turn")
     arguments.add_argument("--keep", action="store_true")
     a = arguments.parse_args()
 
@@ -171,7 +174,7 @@ def main():
         second = Node(a.binary, a.folder, "b", a.port + 10, token)
         nodes.append(second)
         second.wait("ready", second.ready)
-        second.wait("its peer", lambda: any(m["state"] == "connected" for m in second.get("/api/v1/state")[1]["members"]))
+        second.wait("its peer", lambda: any(p["connected"] for p in second.get("/api/v1/state")[1]["peers"]))
         table = play(a, first, second)
         print()
         print(*table, sep="\n")
@@ -261,6 +264,6 @@ def same(node, answer, text):
         fail(f"{node.name}: the text differs:\n  {text!r}\n  {answer['text']!r}", node)
 
 
-BEGIN, MODEL, asked = time.monotonic(), "tiny", 0
+BEGIN, MODEL, asked = time.monotonic(), "tiny-llama", 0
 if __name__ == "__main__":
     main()

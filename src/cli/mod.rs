@@ -38,6 +38,8 @@ enum Verb {
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
+    /// Make what `up` needs and is missing: the vLLM environment, and with a tiny profile its model.
+    Provision(Provision),
     /// The node alone; `up` starts it.
     #[command(hide = true)]
     Node(Start),
@@ -87,6 +89,15 @@ struct Start {
     /// token from standard input, and SPARK_KV_JOIN in the environment does as well.
     #[arg(long, value_name = "TOKEN|-", allow_hyphen_values = true)]
     join: Option<String>,
+}
+
+#[derive(Debug, Args)]
+struct Provision {
+    #[command(flatten)]
+    layers: Layers,
+    /// Print the path of the environment's Python and nothing else.
+    #[arg(long)]
+    print_python: bool,
 }
 
 #[derive(Debug, Args)]
@@ -203,7 +214,8 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
     let outcome = match cli.verb {
         Verb::Up(start) => run::up(start),
         Verb::Node(start) => run::node(&start),
-        Verb::Guard(Words { words }) => run::guard(words),
+        Verb::Provision(order) => run::provide(&order),
+        Verb::Guard(Words { words }) => run::guard(&words),
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
         Verb::Status(status) => status::show(&status),
         Verb::Config(Config::Show(show)) => config::show(&show),

@@ -8,17 +8,31 @@ use std::io::{self, IsTerminal, Write};
 /// How a command ended. Scripts rely on the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    Done = 0,
-    Failed = 1,
+    Done,
+    Failed,
     /// No running node, or one that is not well.
-    NotFound = 2,
+    NotFound,
     /// Wrong arguments or settings: trying again changes nothing.
-    Usage = 64,
+    Usage,
+    /// What a program that `guard` ran ended with.
+    Child(u8),
+}
+
+impl Exit {
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Failed => 1,
+            Self::NotFound => 2,
+            Self::Usage => 64,
+            Self::Child(code) => code,
+        }
+    }
 }
 
 impl From<Exit> for std::process::ExitCode {
     fn from(exit: Exit) -> Self {
-        Self::from(exit as u8)
+        Self::from(exit.code())
     }
 }
 

@@ -116,10 +116,10 @@ async fn converse<R: AsyncRead + Unpin>(
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut changes: Option<broadcast::Receiver<Change>> = None;
     loop {
-        let ((), chores) = match shared.with(of, number, |_| ()) {
-            (Some(()), chores) if !chores.over => ((), chores),
-            _ => return "it was replaced or is down".into(),
-        };
+        let chores = shared.chores(of, number);
+        if chores.over {
+            return "it was replaced or is down".into();
+        }
         if let Some(space) = chores.tell {
             let (keys, receiver) = inner.store.subscribe(space);
             changes = Some(receiver);
@@ -151,7 +151,7 @@ async fn converse<R: AsyncRead + Unpin>(
             },
             permit = sender.reserve(), if chores.send => {
                 let Ok(permit) = permit else { return "it cannot be written to".into() };
-                if let (Some(Some(word)), _) = shared.with(of, number, |peer| peer.poll_send()) {
+                if let Some(Some(word)) = shared.with(of, number, |peer| peer.poll_send()) {
                     permit.send(inner.say(word));
                 }
             }

@@ -425,30 +425,29 @@ impl Shared {
         }
     }
 
-    /// Feeds a machine on behalf of session `number`, and says what the session has to do.
-    pub fn with<T>(
-        &self,
-        of: Fingerprint,
-        number: u64,
-        feed: impl FnOnce(&mut Peer) -> T,
-    ) -> (Option<T>, Chores) {
+    /// Feeds a machine on behalf of session `number`; None when that session is over.
+    pub fn with<T>(&self, of: Fingerprint, number: u64, feed: impl FnOnce(&mut Peer) -> T) -> Option<T> {
         let mut state = self.state.lock();
-        let over = Chores { over: true, ..Chores::default() };
         if !state.peers.get(&of).is_some_and(|e| e.is_in(number)) {
-            return (None, over);
+            return None;
         }
-        let fed = self.feed(&mut state, of, feed);
+        self.feed(&mut state, of, feed)
+    }
+
+    /// What the driver of session `number` has to do. Asking takes the wish for a snapshot away, so only the loop that
+    /// fulfils it asks.
+    pub fn chores(&self, of: Fingerprint, number: u64) -> Chores {
+        let mut state = self.state.lock();
         let Some(entry) = state.peers.get_mut(&of).filter(|e| e.is_in(number)) else {
-            return (fed, over);
+            return Chores { over: true, ..Chores::default() };
         };
-        let chores = Chores {
+        Chores {
             over: false,
             tell: entry.tell.take(),
             tells: entry.peer.tells().is_some(),
             room: entry.peer.has_room(),
             send: entry.peer.wants_to_send(),
-        };
-        (fed, chores)
+        }
     }
 
     /// A word from the peer of session `number`.

@@ -14,10 +14,13 @@ pub mod machine;
 mod own;
 pub mod probe;
 mod process;
+pub mod pulse;
+pub mod provision;
 pub mod supervise;
 pub mod view;
 
 pub use fingerprint::{differences, fingerprint};
 pub use own::Own;
 pub use process::Identity;
+pub use pulse::Pulse;
 pub use view::{Phase, View, watch_view};

@@ -292,6 +292,10 @@ impl Places {
     pub fn identity(&self) -> PathBuf {
         self.state.join("identity")
     }
+    /// A fresh token with which another node joins; readable by this node's user only.
+    pub fn invite(&self) -> PathBuf {
+        self.run.join("invite")
+    }
     /// Where the running node says how it is reached, for `spark-kv status`.
     pub fn node_file(&self) -> PathBuf {
         self.run.join("node.json")

@@ -153,11 +153,17 @@ impl Node {
         Some((code, value))
     }
 
-    /// Waits until the node serves.
+    /// Whether this node serves by its own engine, and the cache of that engine has been judged.
+    fn is_ready(&self) -> bool {
+        let healthy = self.health().is_some_and(|(code, body)| code == 200 && body["checks"]["engine"]["ok"] == true);
+        healthy && self.state().is_some_and(|state| state["node"]["cache"]["on"].is_boolean())
+    }
+
+    /// Waits until the node serves by its own engine.
     pub fn await_ready(&mut self, limit: Duration) {
         let begin = Instant::now();
         loop {
-            if self.health().is_some_and(|(code, _)| code == 200) {
+            if self.is_ready() {
                 return;
             }
             if let Some(status) = self.keeper.as_mut().and_then(|k| k.try_wait().unwrap()) {
@@ -181,12 +187,11 @@ impl Node {
         })
     }
 
-    /// Waits until this node's peer is connected and `rows` of it are known.
+    /// Waits until this node's peer is connected.
     pub fn await_peer(&self) {
         await_some("the peer", PATIENCE, || {
             let state = self.state()?;
-            let connected = |m: &Value| m["state"].as_str().is_some_and(|s| s.eq_ignore_ascii_case("connected"));
-            state["members"].as_array()?.iter().any(connected).then_some(())
+            state["peers"].as_array()?.iter().any(|peer| peer["connected"] == true).then_some(())
         });
     }
 

@@ -1,0 +1,460 @@
+//! Two real nodes with mock engines: store, peer and router under load and under faults, without a model.
+//!
+//! The mock engine computes what every loaded row must hold and compares byte by byte; a wrong one is counted and
+//! spoils its answer. So "no wrong answer" below is a claim about bytes, not only about texts.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use common::*;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+const MODEL: &str = "mock";
+
+/// Mock engine: 16 tokens a row, 16 KiB a row, a device pool small enough that the tier matters.
+fn settings(mock: &Value, more: &str) -> String {
+    format!(
+        "[engine]\nkind = \"mock\"\nserved_name = \"{MODEL}\"\nstop_grace_s = 3\nextra_args = [\"--shape\", '{mock}']\n{more}\n\
+         [store]\ncapacity = \"256MiB\"\nsegment = \"4MiB\"\n"
+    )
+}
+
+fn mock() -> Value {
+    json!({"rows": 512, "row_bytes": 16384, "device_blocks": 256, "block_tokens": 16, "prefill_us_per_token": 50, "itl_us": 200})
+}
+
+fn single(folder: &Path, name: &str, mutant: Option<&str>, settings: &str) -> Node {
+    let mut node = Node::start(folder, &Spec { name, profile: "cpu-tiny", settings, join: None, mutant });
+    node.await_ready(PATIENCE);
+    node
+}
+
+fn pair(folder: &Path, settings: &str, mutant_b: Option<&str>) -> (Node, Node) {
+    let a = single(folder, "a", None, settings);
+    let spec = Spec { name: "b", profile: "cpu-tiny", settings, join: Some(a.invite()), mutant: mutant_b };
+    let mut b = Node::start(folder, &spec);
+    b.await_ready(PATIENCE);
+    a.await_peer();
+    b.await_peer();
+    (a, b)
+}
+
+fn sources(node: &Node, answer: &Answer) -> Value {
+    node.request(&answer.id)["sources"].clone()
+}
+
+fn engine_metric(node: &Node, series: &str) -> f64 {
+    let url = format!("http://127.0.0.1:{}/metrics", node.ports.base + 1);
+    let text = agent().get(&url).call().unwrap().into_body().read_to_string().unwrap();
+    text.lines().find_map(|l| l.strip_prefix(series)?.trim().parse().ok()).unwrap_or_default()
+}
+
+fn wrong_rows(node: &Node) -> f64 {
+    engine_metric(node, "mock_wrong_rows_total")
+}
+
+/// Drops device pool and rows of the mock engine: the next hit is the tier's.
+fn forget(node: &Node) {
+    let url = format!("http://127.0.0.1:{}/reset_prefix_cache?reset_external=true", node.ports.base + 1);
+    await_some("the mock to reset", PATIENCE, || {
+        let value: Value = agent().post(&url).send_empty().ok()?.into_body().read_json().ok()?;
+        (value["success"] == true).then_some(())
+    });
+}
+
+fn restart_engine(node: &mut Node) {
+    let before = node.engine_view().unwrap()["engine_id"].clone();
+    Node::signal(node.engine_pid(), Signal::SIGKILL);
+    await_some("another engine", PATIENCE, || {
+        let view = node.engine_view()?;
+        (view["engine_id"] != before && view["phase"] == "ready").then_some(())
+    });
+    node.await_ready(PATIENCE);
+}
+
+#[test]
+fn rows_come_back_from_the_own_drive_and_from_the_other_node() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut a, b) = pair(folder.path(), &settings(&mock(), ""), None);
+    let prompt = words(1, 900);
+    let cold = complete(&a, MODEL, &prompt, 8);
+    assert!(sources(&a, &cold)["computed"].as_u64().unwrap() > 800);
+
+    let peer = complete(&b, MODEL, &prompt, 8);
+    assert_eq!(peer.text(), cold.text());
+    assert!(sources(&b, &peer)["peer"].as_u64().unwrap() > 800, "{:?}", sources(&b, &peer));
+
+    restart_engine(&mut a);
+    let drive = complete(&a, MODEL, &prompt, 8);
+    assert_eq!(drive.text(), cold.text());
+    assert!(sources(&a, &drive)["drive"].as_u64().unwrap() > 800, "{:?}", sources(&a, &drive));
+    assert_eq!(wrong_rows(&a) + wrong_rows(&b), 0.0);
+
+    // A restart of everything forgets nothing either.
+    assert_eq!(a.stop(), Some(0));
+    a.await_gone();
+    a.up(None);
+    a.await_ready(PATIENCE);
+    let again = complete(&a, MODEL, &prompt, 8);
+    assert_eq!(again.text(), cold.text());
+    assert!(sources(&a, &again)["drive"].as_u64().unwrap() > 800);
+    a.await_peer();
+}
+
+/// Clients that never stop asking; each answer is checked against the first one for its prompt.
+struct Load {
+    stop: AtomicBool,
+    answered: AtomicU64,
+    failed: AtomicU64,
+}
+
+impl Load {
+    fn new() -> Self {
+        Self { stop: AtomicBool::new(false), answered: AtomicU64::new(0), failed: AtomicU64::new(0) }
+    }
+
+    /// Asks the engine itself, because the node is what dies. A refused connection is not an answer; a wrong text is
+    /// a failed test.
+    fn run(&self, port: u16, seeds: std::ops::Range<u64>, texts: &[String]) {
+        let url = format!("http://127.0.0.1:{port}/v1/completions");
+        let mut seed = seeds.start;
+        while !self.stop.load(Ordering::Relaxed) {
+            let body = json!({"model": MODEL, "prompt": words(seed, 300), "max_tokens": 4, "temperature": 0});
+            match agent().post(&url).send_json(&body) {
+                Ok(response) if response.status() == 200 => {
+                    let value: Value = response.into_body().read_json().unwrap();
+                    assert_eq!(value["choices"][0]["text"], texts[seed as usize], "prompt {seed}");
+                    self.answered.fetch_add(1, Ordering::Relaxed);
+                }
+                _ => {
+                    self.failed.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            seed = if seed + 1 == seeds.end { seeds.start } else { seed + 1 };
+        }
+    }
+}
+
+#[test]
+fn a_node_killed_twenty_times_under_load_never_gives_a_wrong_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    // A device pool and a row area too small for the prompts in play: loads and stores never cease.
+    let mock = json!({"rows": 96, "row_bytes": 65536, "device_blocks": 64, "block_tokens": 16, "prefill_us_per_token": 20, "itl_us": 100});
+    let mut a = single(folder.path(), "a", None, &settings(&mock, ""));
+    let texts: Vec<String> = (0..24).map(|seed| complete(&a, MODEL, &words(seed, 300), 4).text()).collect();
+    let load = Load::new();
+    let mut in_flight = 0;
+    std::thread::scope(|scope| {
+        for client in 0..3 {
+            let (load, texts, port) = (&load, &texts, a.ports.base + 1);
+            scope.spawn(move || load.run(port, client * 8..(client + 1) * 8, texts));
+        }
+        for kill in 0..20 {
+            let before = load.answered.load(Ordering::Relaxed);
+            await_some("answers between two kills", PATIENCE, || {
+                (load.answered.load(Ordering::Relaxed) > before + 3).then_some(())
+            });
+            // Up to a second's wait for a moment in which a job is in flight.
+            let begin = std::time::Instant::now();
+            let mut open = false;
+            while begin.elapsed() < Duration::from_secs(1) && !open {
+                open = engine_metric(&a, "mock_open_jobs") > 0.0;
+            }
+            in_flight += u32::from(open);
+            let node = a.node_pid();
+            Node::signal(node, Signal::SIGKILL);
+            await_some(&format!("node number {}", kill + 2), PATIENCE, || (a.node_pid() != node).then_some(()));
+            a.await_ready(PATIENCE);
+        }
+        load.stop.store(true, Ordering::Relaxed);
+    });
+    assert!(in_flight >= 15, "a job was in flight at {in_flight} of 20 kills");
+    assert_eq!(wrong_rows(&a), 0.0);
+    assert!(engine_metric(&a, "mock_loaded_rows_total") > 0.0, "rows were loaded in between");
+    // What was stored before the last kill still comes from the drive.
+    forget(&a);
+    let answer = complete(&a, MODEL, &words(0, 300), 4);
+    assert_eq!(answer.text(), texts[0]);
+    assert!(sources(&a, &answer)["drive"].as_u64().unwrap() > 0, "{}", a.tell());
+    assert_eq!(a.stop(), Some(0));
+    a.await_gone();
+}
+
+#[test]
+fn a_keeper_killed_three_times_leaves_nothing_and_starts_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut a = single(folder.path(), "a", None, &settings(&mock(), ""));
+    let text = complete(&a, MODEL, &words(3, 400), 4).text();
+    for _ in 0..3 {
+        a.kill_keeper();
+        a.await_gone();
+        a.up(None);
+        a.await_ready(PATIENCE);
+        let answer = complete(&a, MODEL, &words(3, 400), 4);
+        assert_eq!(answer.text(), text);
+        assert!(sources(&a, &answer)["drive"].as_u64().unwrap() > 300);
+        assert_eq!(wrong_rows(&a), 0.0);
+    }
+}
+
+#[test]
+fn a_peer_gone_in_the_middle_of_a_fetch_costs_a_recompute() {
+    let folder = tempfile::tempdir().unwrap();
+    let big = json!({"rows": 1024, "row_bytes": 65536, "device_blocks": 1200, "block_tokens": 16, "prefill_us_per_token": 200, "itl_us": 200});
+    let (mut a, b) = pair(folder.path(), &settings(&big, ""), None);
+    let prompts: Vec<String> = (40..46).map(|seed| words(seed, 2500)).collect();
+    let texts: Vec<String> = prompts.iter().map(|p| complete(&a, MODEL, p, 4).text()).collect();
+    let answers: Vec<Answer> = std::thread::scope(|scope| {
+        let b = &b;
+        let asked: Vec<_> = prompts.iter().map(|p| scope.spawn(move || complete(b, MODEL, p, 4))).collect();
+        await_some("a fetch under way", PATIENCE, || (engine_metric(b, "mock_open_jobs") > 0.0).then_some(()));
+        a.kill_keeper();
+        asked.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    for (answer, text) in answers.iter().zip(&texts) {
+        assert_eq!(&answer.text(), text);
+    }
+    assert_eq!(wrong_rows(&b), 0.0);
+    await_some("the alert that the peer is gone", PATIENCE, || {
+        let alerts = get_json(&b.url("/api/v1/alerts"))?;
+        alerts.to_string().contains("peer-gone").then_some(())
+    });
+    assert_eq!(b.health().unwrap().0, 200, "it serves alone");
+    a.await_gone();
+    // It comes back by itself, and so does what it holds.
+    a.up(None);
+    a.await_ready(PATIENCE);
+    b.await_peer();
+}
+
+#[test]
+fn an_engine_killed_is_started_again_and_the_next_turn_comes_from_the_drive() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut a = single(folder.path(), "a", None, &settings(&mock(), ""));
+    let mut prompt = words(4, 500);
+    prompt += &complete(&a, MODEL, &prompt, 8).text();
+    restart_engine(&mut a);
+    prompt += " and what then?";
+    let answer = complete(&a, MODEL, &prompt, 8);
+    assert!(sources(&a, &answer)["drive"].as_u64().unwrap() > 400);
+    assert_eq!(wrong_rows(&a), 0.0);
+}
+
+#[test]
+fn a_full_drive_stops_stores_and_not_serving() {
+    let folder = tempfile::tempdir().unwrap();
+    let mount = folder.path().join("a/state");
+    fs::create_dir_all(&mount).unwrap();
+    // A drive of its own, smaller than the store was told it may take.
+    nix::mount::mount(
+        Some("tmpfs"),
+        &mount,
+        Some("tmpfs"),
+        nix::mount::MsFlags::empty(),
+        Some("size=24M,mode=700"),
+    )
+    .unwrap();
+    struct Unmount<'a>(&'a Path);
+    impl Drop for Unmount<'_> {
+        fn drop(&mut self) {
+            let _ = nix::mount::umount2(self.0, nix::mount::MntFlags::MNT_DETACH);
+        }
+    }
+    let _unmount = Unmount(&mount);
+    let mut a = single(folder.path(), "a", None, &settings(&mock(), ""));
+    let texts: Vec<String> = (0..20).map(|seed| complete(&a, MODEL, &words(seed, 1500), 4).text()).collect();
+    await_some("the alert", PATIENCE, || {
+        let alerts = get_json(&a.url("/api/v1/alerts"))?;
+        alerts.to_string().contains("store-read-only").then_some(())
+    });
+    forget(&a);
+    let answer = complete(&a, MODEL, &words(0, 1500), 4);
+    assert_eq!(answer.text(), texts[0]);
+    assert!(sources(&a, &answer)["drive"].as_u64().unwrap() > 1000, "what is on the drive is used");
+    assert_eq!(complete(&a, MODEL, &words(99, 100), 4).code, 200);
+    assert_eq!(wrong_rows(&a), 0.0);
+    assert_eq!(a.stop(), Some(0));
+    a.await_gone();
+}
+
+#[test]
+fn damaged_truncated_and_foreign_segments_are_skipped_and_the_rest_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut a = single(folder.path(), "a", None, &settings(&mock(), ""));
+    let texts: Vec<String> = (0..12).map(|seed| complete(&a, MODEL, &words(seed, 1500), 4).text()).collect();
+    assert_eq!(a.stop(), Some(0));
+    let files = segments(&a);
+    assert!(files.len() >= 4, "{files:?}");
+    fs::File::options().write(true).open(&files[0]).unwrap().set_len(1 << 20).unwrap();
+    let flipped = fs::File::options().read(true).write(true).open(&files[1]).unwrap();
+    for at in (0..4 << 20).step_by(300_007) {
+        let mut byte = [0];
+        flipped.read_exact_at(&mut byte, at).unwrap();
+        flipped.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    }
+    fs::write(&files[2], b"not a segment at all").unwrap();
+    a.up(None);
+    a.await_ready(PATIENCE);
+    let mut drive = 0;
+    for (seed, text) in texts.iter().enumerate() {
+        let answer = complete(&a, MODEL, &words(seed as u64, 1500), 4);
+        assert_eq!(&answer.text(), text);
+        drive += sources(&a, &answer)["drive"].as_u64().unwrap();
+    }
+    assert!(drive > 5000, "the rest is used: {drive} tokens");
+    assert_eq!(wrong_rows(&a), 0.0);
+    let state = a.state().unwrap();
+    assert!(state["node"]["cache"]["damaged"].as_u64().unwrap() > 0, "{state}");
+    assert!(state["alerts"].to_string().contains("store-damaged"), "{state}");
+}
+
+#[test]
+fn bad_input_gets_a_clear_error_in_the_endpoints_own_shape() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = settings(&mock(), "").replace("[engine]", "[listen]\nmax_body = \"1MiB\"\n[engine]");
+    let a = single(folder.path(), "a", None, &settings);
+    let raw = |path: &str, body: &str| {
+        let response = agent().post(a.url(path)).content_type("application/json").send(body).unwrap();
+        let code = response.status().as_u16();
+        (code, response.into_body().read_json::<Value>().unwrap())
+    };
+    let (code, body) = raw("/v1/chat/completions", "{\"model\": ");
+    assert_eq!(code, 400);
+    assert!(body["error"]["message"].as_str().unwrap().contains("JSON"), "{body}");
+    let (code, body) = raw("/v1/messages", "[1, 2");
+    assert_eq!((code, &body["type"]), (400, &json!("error")), "{body}");
+    assert!(body["error"]["message"].is_string());
+    let (code, body) = raw("/v1/completions", "{\"model\":\"nobody\",\"prompt\":\"x\"}");
+    assert_eq!(code, 404);
+    assert!(body["error"]["message"].as_str().unwrap().contains(MODEL), "names the models there are: {body}");
+    let big = format!("{{\"model\":\"{MODEL}\",\"prompt\":\"{}\"}}", "x".repeat(2 << 20));
+    let (code, body) = raw("/v1/completions", &big);
+    assert_eq!(code, 413);
+    assert!(body["error"]["message"].is_string(), "{body}");
+    let (code, body) = raw("/v1/completions", &json!({"model": MODEL, "prompt": words(1, 150_000)}).to_string());
+    assert!(code == 400 || code == 413, "{code} {body}");
+}
+
+#[test]
+fn a_wrong_or_used_join_token_is_refused_and_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, _b) = pair(folder.path(), &settings(&mock(), ""), None);
+    let token = a.invite();
+    let (front, secret) = token.rsplit_once('-').unwrap();
+    let wrong: String = secret.chars().map(|c| if c == 'a' { 'b' } else { 'a' }).collect();
+    let spec = Spec {
+        name: "c",
+        profile: "cpu-tiny",
+        settings: &settings(&mock(), ""),
+        join: Some(format!("{front}-{wrong}")),
+        mutant: None,
+    };
+    let c = Node::start(folder.path(), &spec);
+    await_some("the alert on c", PATIENCE, || {
+        let alerts = get_json(&c.url("/api/v1/alerts"))?;
+        alerts.to_string().contains("join-refused").then_some(())
+    });
+    let state = a.state().unwrap();
+    let stranger = |m: &Value| m["name"] == "c";
+    assert!(!state["peers"].as_array().unwrap().iter().any(stranger), "{state}");
+    assert!(a.metric("sparkkv_cluster_joins_refused_total{reason=\"unknown\"}") >= 1.0);
+}
+
+/// Each fault in the path, armed in one node, is noticed: by the mock's byte check, by a checksum, or by a row that
+/// does not come back. The same run without a fault is clean, so the noticing means something.
+fn run_with_mutant(mutant: Option<&str>) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    // Two groups, and rows that their groups cover only in part: there is something to confuse and to leak.
+    let mock = json!({"rows": 256, "row_bytes": 16384, "device_blocks": 128, "block_tokens": 16,
+        "prefill_us_per_token": 50, "itl_us": 100, "groups": "attention_and_state"});
+    let settings = settings(&mock, "canary = false\n");
+    let (mut a, b) = pair_with_mutants(folder.path(), &settings, mutant);
+    let prompts: Vec<String> = (60..66).map(|seed| words(seed, 400)).collect();
+    let texts: Vec<String> = prompts.iter().map(|p| complete(&a, MODEL, p, 4).text()).collect();
+    // Damage on the drive that a checksum must catch.
+    if mutant == Some("SkipChecksum") {
+        damage_every_row(&a);
+    }
+    let mut noticed = Vec::new();
+    let mut look = |node: &Node, what: &str, wanted: &str| {
+        for (prompt, text) in prompts.iter().zip(&texts) {
+            let answer = complete(node, MODEL, prompt, 4);
+            if &answer.text() != text {
+                noticed.push(format!("{what}: another text"));
+            }
+            let from = sources(node, &answer);
+            if from[wanted].as_u64().unwrap() < 300 {
+                noticed.push(format!("{what}: not from {wanted}: {from}"));
+            }
+        }
+        if wrong_rows(node) > 0.0 {
+            noticed.push(format!("{what}: wrong rows"));
+        }
+    };
+    forget(&a);
+    look(&a, "drive", "drive");
+    look(&b, "peer", "peer");
+    for node in [&a, &b] {
+        if node.metric("sparkkv_store_rows_damaged_total") > 0.0 {
+            noticed.push(format!("{}: damaged rows counted", node.name));
+        }
+    }
+    assert_eq!(a.stop(), Some(0));
+    noticed
+}
+
+fn pair_with_mutants(folder: &Path, settings: &str, mutant: Option<&str>) -> (Node, Node) {
+    let a = single(folder, "a", mutant, settings);
+    let spec = Spec { name: "b", profile: "cpu-tiny", settings, join: Some(a.invite()), mutant };
+    let mut b = Node::start(folder, &spec);
+    b.await_ready(PATIENCE);
+    a.await_peer();
+    b.await_peer();
+    (a, b)
+}
+
+fn damage_every_row(node: &Node) {
+    for row in spark_kv::store::inspect(&node.root.join("state/segments")).unwrap() {
+        let file = fs::File::options().read(true).write(true).open(&row.file).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, row.payload_offset + 64).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], row.payload_offset + 64).unwrap();
+        file.sync_all().unwrap();
+    }
+}
+
+#[test]
+fn the_path_without_a_fault_is_clean() {
+    assert_eq!(run_with_mutant(None), Vec::<String>::new());
+}
+
+macro_rules! caught {
+    ($($name:ident: $mutant:literal,)*) => {$(
+        #[test]
+        fn $name() {
+            if !cfg!(debug_assertions) {
+                eprintln!("skipped: a release build has no mutants");
+                return;
+            }
+            let noticed = run_with_mutant(Some($mutant));
+            assert!(!noticed.is_empty(), "{} went unnoticed", $mutant);
+        }
+    )*};
+}
+
+caught! {
+    a_skipped_checksum_is_caught: "SkipChecksum",
+    a_dropped_page_is_caught: "DropPage",
+    a_stale_row_is_caught: "StaleRow",
+    a_wrong_group_is_caught: "WrongGroup",
+    a_wrong_rank_is_caught: "WrongRank",
+    rows_shifted_by_one_are_caught: "ShiftByOne",
+    a_load_done_early_is_caught: "EarlyDone",
+    foreign_bytes_kept_are_caught: "KeepForeignBytes",
+}

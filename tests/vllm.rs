@@ -1,0 +1,301 @@
+//! KV correctness with a real vLLM: what comes back from the own drive, from the other node and around damage gives
+//! the same greedy text as what was computed. The tiny models' output depends on every KV byte.
+//!
+//! Engines take most of a minute to start on two cores, so the tests of one model share one pair.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use common::*;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+const MODEL: &str = "tiny";
+
+/// Tokens of one row of the tiny models: vLLM's CPU block.
+const BLOCK: u64 = 128;
+
+fn offline() -> bool {
+    let offline = std::env::var_os("SPARK_KV_OFFLINE").is_some();
+    if offline {
+        eprintln!("skipped: --offline was asked for, and this needs vLLM");
+    }
+    offline
+}
+
+fn tokens(entry: &Value, source: &str) -> u64 {
+    entry["sources"][source].as_u64().unwrap_or_else(|| panic!("no {source} in {entry}"))
+}
+
+/// Asks and checks that at least `share` of the prompt came from `source`, and the text is `text` where given.
+fn ask(node: &Node, prompt: &str, source: &str, share: f64, text: Option<&str>) -> String {
+    let answer = complete(node, MODEL, prompt, 12);
+    let entry = node.request(&answer.id);
+    let sum: u64 = ["device", "staging", "drive", "peer", "computed"].iter().map(|s| tokens(&entry, s)).sum();
+    assert_eq!(sum, answer.prompt_tokens(), "sources add up to the prompt: {entry}");
+    let from = tokens(&entry, source);
+    assert!(from as f64 >= share * sum as f64, "{}: {from} of {sum} from {source}, {entry}\n{}", node.name, node.tell());
+    if let Some(text) = text {
+        assert_eq!(answer.text(), text, "greedy text differs, {entry}");
+    }
+    answer.text()
+}
+
+/// Drops what the device and the row area hold, through vLLM's own loopback route: the next hit is the tier's.
+fn forget(node: &Node) {
+    let url = format!("http://127.0.0.1:{}/reset_prefix_cache?reset_external=true", node.ports.base + 1);
+    await_some("vLLM to reset its caches", PATIENCE, || {
+        let response = agent().post(&url).send_empty().ok()?;
+        if response.status() != 200 {
+            return None;
+        }
+        let value: Value = response.into_body().read_json().ok()?;
+        (value["success"] == true).then_some(())
+    });
+}
+
+fn kill_engine(node: &mut Node) {
+    let before = node.engine_view().unwrap()["engine_id"].clone();
+    Node::signal(node.engine_pid(), Signal::SIGKILL);
+    await_some("another engine", ENGINE_PATIENCE, || {
+        let view = node.engine_view()?;
+        (view["engine_id"] != before && view["phase"] == "ready").then_some(())
+    });
+    node.await_ready(ENGINE_PATIENCE);
+}
+
+fn pair(folder: &std::path::Path, profile: &str) -> (Node, Node) {
+    let spec = |name| Spec { name, profile, settings: "", join: None, mutant: None };
+    let mut a = Node::start(folder, &spec("a"));
+    a.await_ready(ENGINE_PATIENCE);
+    let mut b = Node::start(folder, &Spec { join: Some(a.invite()), ..spec("b") });
+    b.await_ready(ENGINE_PATIENCE);
+    a.await_peer();
+    b.await_peer();
+    (a, b)
+}
+
+#[test]
+fn llama_pair() {
+    if offline() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (mut a, mut b) = pair(folder.path(), "cpu-tiny");
+
+    // A growing conversation: each turn computes its tail only.
+    let mut prompt = words(1, 1200);
+    let reply = ask(&a, &prompt, "computed", 0.99, None);
+    prompt += &reply;
+    prompt += &words(2, 60);
+    let text = ask(&a, &prompt, "device", 0.8, None);
+    ask(&a, &prompt, "device", 0.9, Some(&text));
+
+    // Another process, another box: from the peer's drive.
+    ask(&b, &prompt, "peer", 0.9, Some(&text));
+    ask(&b, &prompt, "device", 0.9, Some(&text));
+
+    // Another life of the engine: from the own drive.
+    kill_engine(&mut a);
+    ask(&a, &prompt, "drive", 0.9, Some(&text));
+
+    three_sessions_at_once(&a);
+    node_dies_and_vllm_serves(&mut a, &prompt, &text);
+    damaged_rows_end_the_hit_exactly(&a);
+    errors_pass_through(&a);
+    every_endpoint_answers(&a);
+
+    // Nothing is left, in whatever way it ended.
+    assert_eq!(a.stop(), Some(0));
+    a.await_gone();
+    b.kill_keeper();
+    b.await_gone();
+}
+
+/// Three returning prompts at once: each row is read once.
+fn three_sessions_at_once(a: &Node) {
+    let prompts: Vec<String> = (10..13).map(|seed| words(seed, 600)).collect();
+    let texts: Vec<String> = prompts.iter().map(|p| ask(a, p, "computed", 0.99, None)).collect();
+    forget(a);
+    let loaded = a.metric("sparkkv_store_rows_loaded_total");
+    let answers: Vec<Answer> = std::thread::scope(|scope| {
+        let asked: Vec<_> = prompts.iter().map(|p| scope.spawn(move || complete(a, MODEL, p, 12))).collect();
+        asked.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let mut drive = 0;
+    for (answer, text) in answers.iter().zip(&texts) {
+        assert_eq!(&answer.text(), text);
+        drive += tokens(&a.request(&answer.id), "drive");
+    }
+    assert!(drive > 0);
+    let rows = a.metric("sparkkv_store_rows_loaded_total") - loaded;
+    assert_eq!(rows as u64, drive / BLOCK, "each row is read once");
+}
+
+/// The node is killed: vLLM itself goes on, and uses the drive again once the node is back.
+fn node_dies_and_vllm_serves(a: &mut Node, prompt: &str, text: &str) {
+    forget(a);
+    let (node, engine) = (a.node_pid(), a.engine_view().unwrap()["engine_id"].clone());
+    Node::signal(node, Signal::SIGKILL);
+    let direct = json!({"model": MODEL, "prompt": words(77, 300), "max_tokens": 4, "temperature": 0});
+    let url = format!("http://127.0.0.1:{}/v1/completions", a.ports.base + 1);
+    assert_eq!(agent().post(&url).send_json(&direct).unwrap().status(), 200, "vLLM serves without the node");
+    await_some("another node process", PATIENCE, || (a.node_pid() != node).then_some(()));
+    a.await_ready(PATIENCE);
+    assert_eq!(a.engine_view().unwrap()["engine_id"], engine, "the engine lived on");
+    ask(a, prompt, "drive", 0.9, Some(text));
+}
+
+/// Fifty prompts, one random row of each damaged on the drive: the hit ends exactly there, the text is the same.
+fn damaged_rows_end_the_hit_exactly(a: &Node) {
+    let before: Vec<_> = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
+    let prompts: Vec<(String, String)> = (100..150)
+        .map(|seed| {
+            let prompt = words(seed, 230);
+            let text = ask(a, &prompt, "computed", 0.99, None);
+            (prompt, text)
+        })
+        .collect();
+    forget(a);
+    let known: std::collections::HashSet<_> = before.iter().map(|r| r.key).collect();
+    let mut fresh: Vec<_> = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
+    fresh.retain(|r| !known.contains(&r.key));
+    // Prompts were asked one after the other, so a prompt's rows stand together and begin at the first block.
+    let mut chains: Vec<Vec<spark_kv::store::Located>> = Vec::new();
+    for row in fresh {
+        if row.position as u64 == BLOCK {
+            chains.push(Vec::new());
+        }
+        chains.last_mut().expect("a chain begins with its first block").push(row);
+    }
+    assert_eq!(chains.len(), prompts.len());
+    let damaged = a.metric("sparkkv_store_rows_damaged_total");
+    let mut broken = Vec::new();
+    for (n, chain) in chains.iter().enumerate() {
+        let row = &chain[(n * 7 + 3) % chain.len()];
+        let file = fs::File::options().read(true).write(true).open(&row.file).unwrap();
+        let at = row.payload_offset + (n as u64 * 7919) % u64::from(row.payload_length);
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+        file.sync_all().unwrap();
+        broken.push(u64::from(row.position) - BLOCK);
+    }
+    for ((prompt, text), good) in prompts.iter().zip(broken) {
+        let answer = complete(a, MODEL, prompt, 12);
+        assert_eq!(&answer.text(), text);
+        assert_eq!(answer.cached_tokens(), good, "cached tokens end at the damage");
+    }
+    assert_eq!(a.metric("sparkkv_store_rows_damaged_total") - damaged, 50.0);
+}
+
+fn errors_pass_through(a: &Node) {
+    let long = post(a, "/v1/completions", &json!({"model": MODEL, "prompt": words(5, 40_000), "max_tokens": 1}));
+    assert_eq!(long.code, 400, "{long:?}");
+    assert!(long.body["error"]["message"].as_str().unwrap().contains("maximum"), "{long:?}");
+    let unknown = post(a, "/v1/completions", &json!({"model": "nobody", "prompt": "x"}));
+    assert_eq!(unknown.code, 404, "{unknown:?}");
+}
+
+fn every_endpoint_answers(a: &Node) {
+    let messages = json!([{"role": "user", "content": words(9, 200)}]);
+    let chat = post(a, "/v1/chat/completions", &json!({"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}));
+    assert_eq!(chat.code, 200, "{chat:?}");
+    assert_eq!(tokens(&a.request(&chat.id), "prompt"), chat.prompt_tokens());
+    let anthropic = post(a, "/v1/messages", &json!({"model": MODEL, "messages": messages, "max_tokens": 4}));
+    assert_eq!(anthropic.code, 200, "{anthropic:?}");
+    assert_eq!(anthropic.body["type"], "message");
+    let responses = post(a, "/v1/responses", &json!({"model": MODEL, "input": words(9, 50), "max_output_tokens": 4}));
+    assert_eq!(responses.code, 200, "{responses:?}");
+    assert!(tokens(&a.request(&responses.id), "prompt") > 0);
+    let tokenized = post(a, "/tokenize", &json!({"model": MODEL, "prompt": "river stone"}));
+    assert!(tokenized.body["count"].as_u64().unwrap() > 0, "{tokenized:?}");
+    let models = get_json(&a.url("/v1/models")).unwrap();
+    assert_eq!(models["data"][0]["id"], MODEL);
+}
+
+/// Hits larger than the row area: cut to the budget, served, each row read once, also three at a time.
+#[test]
+fn hits_larger_than_the_row_area_are_served() {
+    if offline() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let settings = "[engine]\nrow_area = \"6MiB\"\n"; // 24 rows of 256 KiB
+    let spec = Spec { name: "small", profile: "cpu-tiny", settings, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(ENGINE_PATIENCE);
+    let prompts: Vec<String> = (30..33).map(|seed| words(seed, 2400)).collect();
+    let texts: Vec<String> = prompts.iter().map(|p| ask(&node, p, "computed", 0.99, None)).collect();
+    forget(&node);
+    ask(&node, &prompts[0], "drive", 0.2, Some(&texts[0]));
+    forget(&node);
+    let loaded = node.metric("sparkkv_store_rows_loaded_total");
+    let answers: Vec<Answer> = std::thread::scope(|scope| {
+        let node = &node;
+        let asked: Vec<_> = prompts.iter().map(|p| scope.spawn(move || complete(node, MODEL, p, 12))).collect();
+        asked.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let mut drive = 0;
+    for (answer, text) in answers.iter().zip(&texts) {
+        assert_eq!(&answer.text(), text);
+        drive += tokens(&node.request(&answer.id), "drive");
+    }
+    let rows = (node.metric("sparkkv_store_rows_loaded_total") - loaded) as u64;
+    assert!(rows > 0);
+    assert_eq!(rows, drive / BLOCK, "each row is read once");
+    assert_eq!(node.stop(), Some(0));
+    node.await_gone();
+}
+
+/// A model with state beside attention: both groups come back; where a snapshot is missing, the one before is used.
+#[test]
+fn hybrid_pair() {
+    if offline() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (mut a, b) = pair(folder.path(), "cpu-tiny-hybrid");
+    let prompt = words(1, 900);
+    let text = ask(&a, &prompt, "computed", 0.99, None);
+    let groups = |node: &Node| {
+        let mut groups: Vec<u32> =
+            spark_kv::store::inspect(&node.root.join("state/segments")).unwrap().iter().map(|r| r.key.group.0).collect();
+        groups.sort_unstable();
+        groups.dedup();
+        groups
+    };
+    assert_eq!(groups(&a).len(), 2, "both groups are on the drive");
+
+    ask(&b, &prompt, "peer", 0.8, Some(&text));
+    kill_engine(&mut a);
+    ask(&a, &prompt, "drive", 0.8, Some(&text));
+
+    // A branch in mid-prompt ends at a snapshot before it, and gives what a cold run gives.
+    let half = prompt.len() / 2;
+    let branch = format!("{}{}", &prompt[..half], words(8, 200));
+    let cold = ask(&a, &branch, "computed", 0.3, None);
+    forget(&a);
+    ask(&a, &branch, "drive", 0.3, Some(&cold));
+
+    // The last snapshot is damaged: the one before is used, or all is computed; the text is the same.
+    let last = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
+    let attention = last.iter().map(|r| r.key.group.0).max_by_key(|g| last.iter().filter(|r| r.key.group.0 == *g).count());
+    let state = last.iter().filter(|r| Some(r.key.group.0) != attention);
+    let victim = state.max_by_key(|r| r.position).expect("a state row").clone();
+    let file = fs::File::options().read(true).write(true).open(&victim.file).unwrap();
+    file.write_all_at(&[0xA5; 64], victim.payload_offset).unwrap();
+    file.sync_all().unwrap();
+    forget(&a);
+    let answer = complete(&a, MODEL, &prompt, 12);
+    assert_eq!(answer.text(), text);
+    assert!(answer.cached_tokens() < u64::from(victim.position), "{answer:?}");
+
+    drop(b);
+    std::thread::sleep(Duration::ZERO);
+    assert_eq!(a.stop(), Some(0));
+    a.await_gone();
+}
