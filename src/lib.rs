@@ -8,6 +8,7 @@ pub mod base;
 pub mod cli;
 pub mod cluster;
 pub mod engine;
+pub mod keeper;
 pub mod meter;
 pub mod mock;
 pub mod observe;

@@ -1,7 +1,7 @@
 //! The check at every engine start that a restored prompt is the prompt that was computed.
 //!
 //! A checksum proves that a row comes back as it was captured, not that the right bytes were captured. So a prompt
-//! nobody has seen runs three times: computed, from the engine's own cache, and, after that cache and the rows are
+//! nobody has seen runs four times: computed, twice from the engine's own cache, and, after that cache and the rows are
 //! emptied, restored from the drive. Text and log-probabilities must agree, and the engine's own count must say that
 //! the later runs really reused something; a check that proved nothing is called inconclusive, never passed.
 //!
@@ -18,15 +18,17 @@ use sha2::{Digest, Sha256};
 use super::http::{Error, Http};
 
 /// Tokens that each run generates.
-pub const MAX_TOKENS: u32 = 8;
+pub const MAX_TOKENS: u32 = 16;
 
 /// Blocks of the prompt: enough that a shifted or swapped block has a neighbour to be confused with.
 const BLOCKS: u32 = 4;
 
-/// Allowed difference of a log-probability when both runs computed the same tail on the same prefix. The arithmetic
-/// is then the same, in the same shapes; what remains is the order of sums inside one kernel. Identical in all runs
-/// seen; a dropped or shifted block of the tiny models moves it by whole units.
-const SAME_SHAPE: f64 = 0.05;
+/// Allowed difference of a log-probability between two runs that computed the same tail on the same prefix, beside
+/// [`NOISE_TIMES`] what two runs from the engine's own cache differ by. On a CPU such runs are equal bit by bit; a GPU
+/// may sum in another order. Measured with the tiny model: one dropped page of 4 KiB in one row moves it by 0.03 to
+/// 1.0, a row of zeros or another row by 0.2 to 2.8.
+const SAME_SHAPE: f64 = 0.01;
+const NOISE_TIMES: f64 = 4.0;
 
 /// Allowed when one run computed the whole prompt and the other only its tail: bfloat16 keeps 8 bits, and the two
 /// shapes round differently in every layer.
@@ -90,7 +92,8 @@ async fn check(order: Order<'_>) -> Result<Verdict, Error> {
         return Ok(Verdict::Inconclusive(format!("a new prompt had {} cached tokens", computed.cached)));
     }
     let device = Run::of(&http, &order, &prompt).await?;
-    if device.cached == 0 {
+    let again = Run::of(&http, &order, &prompt).await?;
+    if device.cached == 0 || again.cached == 0 {
         return Ok(Verdict::Inconclusive("a repeated prompt was computed again".into()));
     }
     if let Some(difference) = difference(&computed, &device, OTHER_SHAPE) {
@@ -102,22 +105,32 @@ async fn check(order: Order<'_>) -> Result<Verdict, Error> {
         }
         let restored = Run::of(&http, &order, &prompt).await?;
         if restored.cached > 0 {
-            return Ok(judge(&computed, &device, &restored));
+            return Ok(judge(&computed, &[device, again], &restored));
         }
     }
     Ok(Verdict::Inconclusive("nothing came back from the drive".into()))
 }
 
-fn judge(computed: &Run, device: &Run, restored: &Run) -> Verdict {
-    let same = if device.cached == restored.cached { SAME_SHAPE } else { OTHER_SHAPE };
+fn judge(computed: &Run, device: &[Run; 2], restored: &Run) -> Verdict {
+    let same = if device[0].cached == restored.cached {
+        (SAME_SHAPE + NOISE_TIMES * apart(&device[0], &device[1])).min(OTHER_SHAPE)
+    } else {
+        OTHER_SHAPE
+    };
     for (what, other, allowed) in
-        [("from the engine's own cache", device, same), ("computed", computed, OTHER_SHAPE)]
+        [("from the engine's own cache", &device[0], same), ("computed", computed, OTHER_SHAPE)]
     {
         if let Some(difference) = difference(other, restored, allowed) {
             return Verdict::Differs(format!("{what} and restored: {difference}"));
         }
     }
     Verdict::Agree { cached: restored.cached }
+}
+
+/// Largest difference of a log-probability between two runs, over the tokens before they part.
+fn apart(one: &Run, two: &Run) -> f64 {
+    let pairs = one.tokens.iter().zip(&two.tokens).take_while(|(a, b)| a.text == b.text);
+    pairs.map(|(a, b)| (a.logprob - b.logprob).abs()).fold(0.0, f64::max)
 }
 
 /// Token ids where the engine tokenizes for us, else text: each word is at least one token.
@@ -257,18 +270,29 @@ mod tests {
 
     #[test]
     fn a_tie_may_fall_either_way_and_ends_the_comparison() {
-        let a = run_of(&[("x", -1.0, &[("x", -1.0), ("y", -1.01)]), ("p", -0.5, &[])]);
-        let b = run_of(&[("y", -1.0, &[("y", -1.0), ("x", -1.01)]), ("q", -4.5, &[])]);
+        let a = run_of(&[("x", -1.0, &[("x", -1.0), ("y", -1.005)]), ("p", -0.5, &[])]);
+        let b = run_of(&[("y", -1.0, &[("y", -1.0), ("x", -1.005)]), ("q", -4.5, &[])]);
         assert_eq!(difference(&a, &b, SAME_SHAPE), None);
     }
 
     #[test]
     fn a_restored_run_is_held_closer_to_the_cached_one_than_to_the_computed_one() {
         let at = |logprob| run_of(&[("x", logprob, &[])]);
-        assert_eq!(judge(&at(-1.2), &at(-1.0), &at(-1.0)), Verdict::Agree { cached: 512 });
-        assert!(matches!(judge(&at(-1.0), &at(-1.0), &at(-1.2)), Verdict::Differs(_)));
+        let device = |noise: f64| [at(-1.0), at(-1.0 - noise)];
+        let agree = |cached| Verdict::Agree { cached };
+        assert_eq!(judge(&at(-1.2), &device(0.0), &at(-1.0)), agree(512));
+        assert!(matches!(judge(&at(-1.0), &device(0.0), &at(-1.02)), Verdict::Differs(_)));
         let shorter = Run { cached: 384, ..at(-1.2) };
-        assert_eq!(judge(&at(-1.0), &at(-1.0), &shorter), Verdict::Agree { cached: 384 });
+        assert_eq!(judge(&at(-1.0), &device(0.0), &shorter), agree(384));
+        assert_eq!(
+            judge(&at(-1.0), &device(0.01), &at(-1.02)),
+            agree(512),
+            "an engine that is as noisy itself"
+        );
+        assert!(
+            matches!(judge(&at(-1.0), &device(5.0), &at(-1.5)), Verdict::Differs(_)),
+            "noise excuses little"
+        );
     }
 
     #[test]

@@ -57,6 +57,9 @@ const KILL_LIMIT: Duration = Duration::from_secs(30);
 /// Grace for what is left when the engine's first process has ended by itself.
 const ORPHAN_GRACE: Duration = Duration::from_secs(3);
 
+/// The kernel stamps files with the time of its last tick.
+const CLOCK_TICK: Duration = Duration::from_millis(20);
+
 /// Bounds of the record: an engine has tens of processes and shared files.
 const RECORD_MAX: u64 = 1 << 20;
 const NOTED_MAX: usize = 1024;
@@ -364,9 +367,7 @@ impl Guard {
         self.record.processes =
             all.iter().map(|s| Identity { pid: s.pid, started: s.started }).take(NOTED_MAX).collect();
         self.record.shm.retain(|path| path.exists());
-        for process in &all {
-            self.record.shm.extend(mapped_shm(process.pid, self.began.1));
-        }
+        self.record.shm.extend(mapped_shm(&all, self.began.1));
         while self.record.shm.len() > NOTED_MAX {
             self.record.shm.pop_last();
         }
@@ -382,22 +383,24 @@ enum Word {
     Gone,
 }
 
-/// Named shared memory of this user that the process maps and that is younger than the engine.
-fn mapped_shm(pid: u32, began: SystemTime) -> BTreeSet<PathBuf> {
-    let maps = std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
-    let maps = String::from_utf8_lossy(&maps);
+/// Named shared memory of this user that one of the processes maps and that is younger than the engine. Found by
+/// inode: a semaphore is made under a passing name, which is the one that `maps` shows.
+fn mapped_shm(processes: &[process::Stat], began: SystemTime) -> BTreeSet<PathBuf> {
+    let mut inodes = BTreeSet::new();
+    for process in processes {
+        let maps = std::fs::read(format!("/proc/{}/maps", process.pid)).unwrap_or_default();
+        let maps = String::from_utf8_lossy(&maps);
+        let shared = maps.lines().filter(|line| line.contains(" /dev/shm/"));
+        inodes.extend(shared.filter_map(|line| line.split_ascii_whitespace().nth(4)?.parse::<u64>().ok()));
+    }
     let own = nix::unistd::geteuid().as_raw();
-    maps.lines()
-        .filter_map(|line| line.find("/dev/shm/").map(|at| &line[at..]))
-        .filter(|name| !name.ends_with(" (deleted)"))
-        .map(PathBuf::from)
-        .filter(|path| {
-            std::fs::metadata(path).is_ok_and(|m| {
-                // Clocks of files run a tick behind the one asked here.
-                let slack = Duration::from_millis(20);
-                m.uid() == own && m.created().is_ok_and(|made| made + slack >= began)
-            })
-        })
+    // Clocks of files run a tick behind the one asked here.
+    let young = |m: &std::fs::Metadata| m.created().is_ok_and(|made| made + CLOCK_TICK >= began);
+    let Ok(entries) = std::fs::read_dir("/dev/shm") else { return BTreeSet::new() };
+    entries
+        .flatten()
+        .filter(|e| e.metadata().is_ok_and(|m| m.uid() == own && inodes.contains(&m.ino()) && young(&m)))
+        .map(|e| e.path())
         .collect()
 }
 

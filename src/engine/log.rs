@@ -23,6 +23,12 @@ const TAIL_LINE: usize = 2000;
 /// A longer line is cut into several.
 const LINE_MAX: usize = 16 << 10;
 
+/// A longer line of progress is cut.
+const PROGRESS: usize = 160;
+
+/// How lines of the keeper begin.
+const OWN_WORD: &str = "---";
+
 type Listener = Box<dyn Fn(&str) + Send + Sync>;
 
 /// Cheap to clone.
@@ -73,9 +79,16 @@ impl Log {
         inner.tail.iter().skip(inner.tail.len().saturating_sub(lines)).cloned().collect()
     }
 
-    /// The last line that says anything.
+    /// The last line that says anything, if there is one since the keeper's own last word.
     pub fn last(&self) -> Option<String> {
-        self.0.inner.lock().tail.iter().rev().find(|line| !line.trim().is_empty()).cloned()
+        let inner = self.0.inner.lock();
+        let line = inner.tail.iter().rev().find(|line| !line.trim().is_empty())?;
+        (!line.starts_with(OWN_WORD)).then(|| line.trim().chars().take(PROGRESS).collect())
+    }
+
+    /// A line of the keeper itself.
+    pub fn note(&self, text: &str) {
+        self.line(format!("{OWN_WORD} {text}").as_bytes());
     }
 
     /// Lines that could not be written.
@@ -196,5 +209,7 @@ mod tests {
         assert_eq!(tail.last().unwrap(), "last");
         assert!(tail.iter().all(|line| line.len() <= TAIL_LINE));
         assert_eq!(log.last().as_deref(), Some("last"));
+        log.note("the engine ended");
+        assert_eq!(log.last(), None);
     }
 }

@@ -14,6 +14,7 @@ pub mod machine;
 mod own;
 pub mod probe;
 mod process;
+pub mod provision;
 pub mod supervise;
 pub mod view;
 

@@ -151,7 +151,7 @@ impl Supervised {
             Event::Ended(how) => {
                 self.running = None;
                 self.clean();
-                self.log.line(format!("--- the engine {how}").as_bytes());
+                self.log.note(&format!("the engine {how}"));
                 let tail = self.log.tail(60);
                 let error = tail.iter().rev().find(|line| line.contains("Error"));
                 let said = error.map(|line| format!(" ({})", line.trim())).unwrap_or_default();
@@ -186,10 +186,7 @@ impl Supervised {
         let number = generation::next(&plan.places.state.join("engine-generation"))?;
         view.engine_id = command::engine_id(&plan.settings.node.name, &plan.places.state, number);
         let launch = plan.launch(&view.engine_id)?;
-        self.log.line(
-            format!("--- {} {} {}", view.engine_id, launch.program.display(), launch.args.join(" "))
-                .as_bytes(),
-        );
+        self.log.note(&format!("{} {} {}", view.engine_id, launch.program.display(), launch.args.join(" ")));
         tracing::info!(engine_id = view.engine_id, "engine starts");
         let record = plan.places.run.join("engine.record");
         Child::spawn(&plan.own, &launch, record, limits.grace, &self.log, &self.tasks).map(Some)
