@@ -270,8 +270,8 @@ mod tests {
 
     #[test]
     fn a_tie_may_fall_either_way_and_ends_the_comparison() {
-        let a = run_of(&[("x", -1.0, &[("x", -1.0), ("y", -1.01)]), ("p", -0.5, &[])]);
-        let b = run_of(&[("y", -1.0, &[("y", -1.0), ("x", -1.01)]), ("q", -4.5, &[])]);
+        let a = run_of(&[("x", -1.0, &[("x", -1.0), ("y", -1.005)]), ("p", -0.5, &[])]);
+        let b = run_of(&[("y", -1.0, &[("y", -1.0), ("x", -1.005)]), ("q", -4.5, &[])]);
         assert_eq!(difference(&a, &b, SAME_SHAPE), None);
     }
 

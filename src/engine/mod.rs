@@ -14,7 +14,6 @@ pub mod machine;
 mod own;
 pub mod probe;
 mod process;
-pub mod pulse;
 pub mod provision;
 pub mod supervise;
 pub mod view;
