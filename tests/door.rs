@@ -15,6 +15,7 @@ use spark_kv::base::clock::Clock;
 use spark_kv::base::frame::{FromEngine, FromNode, Outcome, PROTOCOL, Sources};
 use spark_kv::base::geometry::{Group, GroupKind, Hello};
 use spark_kv::base::units::Bytes;
+use spark_kv::cluster::{self, Cluster};
 use spark_kv::meter::Meter;
 use spark_kv::mock::client::{Area, DoorClient, Error};
 use spark_kv::settings::Io;
@@ -70,6 +71,7 @@ struct House {
     door: Door,
     socket: PathBuf,
     store: Store,
+    cluster: Option<Cluster>,
     tasks: Tasks,
     meter: Meter,
     folder: tempfile::TempDir,
@@ -112,13 +114,35 @@ impl House {
     }
 
     async fn on(kind: DiskKind) -> Self {
+        Self::with(kind, None).await
+    }
+
+    /// With a cluster of its own when it has a name: that, and the token of a node to join.
+    async fn with(kind: DiskKind, named: Option<(&str, Option<String>)>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (tasks, meter, clock) = (Tasks::new(), Meter::new(), Clock::real());
         let store = open_store(folder.path(), kind, &clock, &meter);
+        let cluster = match named {
+            None => None,
+            Some((name, join)) => {
+                let options = cluster::Options {
+                    name: name.into(),
+                    identity: folder.path().join("identity"),
+                    control: "127.0.0.1:0".into(),
+                    data: "127.0.0.1:0".into(),
+                    seen_as: cluster::SeenAs::default(),
+                    join,
+                    silence: Duration::from_secs(3),
+                    serve_memory: Bytes::mib(8),
+                    generation: 1,
+                };
+                Some(Cluster::start(options, store.clone(), clock.clone(), &tasks, &meter).await.unwrap())
+            }
+        };
         let socket = folder.path().join("run/engine.sock");
         let door =
-            Door::start(socket.clone(), store.clone(), None, options(), clock, &tasks, &meter).await.unwrap();
-        Self { door, socket, store, tasks, meter, folder }
+            Door::start(socket.clone(), store.clone(), cluster.clone(), options(), clock, &tasks, &meter);
+        Self { door: door.await.unwrap(), socket, store, cluster, tasks, meter, folder }
     }
 
     async fn engine(&self, engine_id: &str) -> Engine {
@@ -592,4 +616,70 @@ async fn what_the_capacity_pushes_out_leaves_the_table() {
     assert!(held < 4096, "{held}");
     assert_eq!(engine.client.table.holders(&key(128 * ROWS - 1)), 1, "the newest is there");
     house.close().await;
+}
+
+/// Waits until `is` holds.
+async fn until(what: &str, mut is: impl FnMut() -> bool) {
+    for _ in 0..4000 {
+        if is() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("{what} did not come");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rows_of_the_other_node_are_in_the_table_and_come_with_those_of_the_own_drive() {
+    let a = House::with(DiskKind::Real, Some(("a", None))).await;
+    let token = a.cluster.as_ref().unwrap().invite();
+    let b = House::with(DiskKind::Real, Some(("b", Some(token)))).await;
+    let mut engine_a = a.engine("spark-a-1").await;
+    let mut engine_b = b.engine("spark-b-1").await;
+    let of_a: Vec<(u32, u32)> = (0..20).map(|n| (n, n)).collect();
+    let of_b: Vec<(u32, u32)> = (10..30).map(|n| (n, n)).collect();
+    assert_eq!(engine_a.store(&of_a).await, [Outcome::Stored; 20]);
+    assert_eq!(engine_b.store(&of_b).await, [Outcome::Stored; 20]);
+    let table = Arc::clone(&engine_b.client.table);
+    until("what a holds", || (0..20).all(|n| table.holders(&key(n)) & 2 != 0)).await;
+    let holders: Vec<u64> = (0..31).map(|n| table.holders(&key(n))).collect();
+    assert!(holders[..10].iter().all(|h| *h == 2) && holders[20..30].iter().all(|h| *h == 1));
+    assert!(holders[10..20].iter().all(|h| *h == 3) && holders[30] == 0);
+
+    // One job, rows of both, of neither, and in no order.
+    (0..ROWS).for_each(|row| engine_b.area.fill(row, |b| b.fill(0x44)));
+    let wanted: Vec<(u32, u32)> = (0..31).rev().map(|n| (n, n + 33)).collect();
+    let outcomes = engine_b.load(&wanted, 10_000_000).await;
+    for (&(n, row), outcome) in wanted.iter().zip(outcomes) {
+        let due = match n {
+            0..10 => Outcome::FromPeer,
+            10..30 => Outcome::FromDrive,
+            _ => Outcome::Failed,
+        };
+        assert_eq!(outcome, due, "row {n}");
+        let held = if due.is_ok() { bytes(n) } else { vec![0x44; ROW as usize] };
+        assert!(engine_b.row(row) == held, "row {n}");
+    }
+    assert_eq!(b.door.status().loads.peer, 10);
+
+    // What the own drive damaged comes from the other node, in the same job.
+    let victim = bytes(15);
+    for entry in std::fs::read_dir(b.folder.path().join("segments")).unwrap() {
+        let path = entry.unwrap().path();
+        let Ok(mut file) = std::fs::read(&path) else { continue };
+        if let Some(at) = file.windows(512).position(|w| *w == victim[..512]) {
+            file[at] ^= 1;
+            std::fs::write(&path, file).unwrap();
+        }
+    }
+    let outcomes = engine_b.load(&[(14, 0), (15, 1), (16, 2)], 10_000_000).await;
+    assert_eq!(outcomes, [Outcome::FromDrive, Outcome::FromPeer, Outcome::FromDrive]);
+    assert!(engine_b.row(1) == victim);
+
+    // A node that goes takes its keys out of the table, and loads of them fail.
+    a.close().await;
+    until("the farewell of a", || (0..10).all(|n| table.holders(&key(n)) == 0)).await;
+    assert_eq!(table.holders(&key(16)), 1);
+    assert_eq!(engine_b.load(&[(3, 5), (16, 6)], 1_000_000).await, [Outcome::Failed, Outcome::FromDrive]);
+    b.close().await;
 }

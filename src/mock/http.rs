@@ -231,15 +231,18 @@ async fn reset(State(served): State<Served>) -> Response {
     axum::Json(json!({"success": served.engine.reset()})).into_response()
 }
 
+/// vLLM's names with vLLM's labels; our own bare, so that a reader who takes a number for granted finds it.
 async fn metrics(State(served): State<Served>) -> String {
     let counts = served.engine.counts();
     let labels = format!("{{model_name=\"{}\",engine=\"0\"}}", served.name);
-    let series: [(&str, &str, &AtomicU64); 11] = [
+    let node = AtomicU64::new(served.engine.has_node().into());
+    let series: [(&str, &str, &AtomicU64); 12] = [
         ("vllm:num_requests_running", "gauge", &counts.running),
         ("vllm:num_requests_waiting", "gauge", &counts.waiting),
         ("vllm:prompt_tokens_total", "counter", &counts.prompt_tokens),
         ("vllm:prompt_tokens_cached_total", "counter", &counts.cached_tokens),
         ("vllm:generation_tokens_total", "counter", &counts.words),
+        ("mock_node_connected", "gauge", &node),
         ("mock_requests_total", "counter", &counts.requests),
         ("mock_loads_total", "counter", &counts.loads),
         ("mock_stores_total", "counter", &counts.stores),
@@ -248,9 +251,8 @@ async fn metrics(State(served): State<Served>) -> String {
         ("mock_unplaced_rows_total", "counter", &counts.unplaced_rows),
     ];
     let line = |(name, kind, value): (&str, &str, &AtomicU64)| {
+        let labels = if name.starts_with("vllm:") { labels.as_str() } else { "" };
         format!("# TYPE {name} {kind}\n{name}{labels} {}\n", value.load(Ordering::Relaxed))
     };
-    let node = u8::from(served.engine.has_node());
-    series.into_iter().map(line).collect::<String>()
-        + &format!("# TYPE mock_node_connected gauge\nmock_node_connected{labels} {node}\n")
+    series.into_iter().map(line).collect()
 }
