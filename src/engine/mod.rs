@@ -15,6 +15,7 @@ mod own;
 pub mod probe;
 mod process;
 pub mod provision;
+pub mod pulse;
 pub mod supervise;
 pub mod view;
 
