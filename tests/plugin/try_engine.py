@@ -189,7 +189,7 @@ def main():
             ask_tokens("first half", ids[: part + 1])
             device_half = ask_tokens("half from the device", ids)
             reset()
-            node_half = ask_tokens("half from the node", ids, kv_transfer_params={"max_load_tokens": part})
+            node_half = ask_tokens("half from the node", ids, kv_transfer_params={"max_load_tokens": part + 1})
             good &= device_half["text"] == node_half["text"] and device_half["cached"] == node_half["cached"] == part
 
             def at_once(label, **more):
