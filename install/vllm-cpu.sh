@@ -38,7 +38,7 @@ free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1048576) }')
 # Console scripts carry the absolute path of their environment; --relocatable keeps them right after the rename.
 work=$venv.building
 rm -rf "$work"
-trap 'rm -rf "$work" "${work}-tools"' EXIT
+trap 'rm -rf "$work" "$work-tools" "$work.err"' EXIT
 began=$SECONDS
 say "1/4 tools"
 python3 -m venv "$work-tools" || { say "python3 has no venv module"; exit 1; }

@@ -49,10 +49,13 @@ class PageDropped(CpuWorker):
 
 
 class ShiftByOne(CpuWorker):
+    """The first row of a store keeps what was in it, the last two blocks meet in one. (Blocks that only change places
+    among themselves would not be seen: attention sums over all of them, and each carries its own positions.)"""
+
     def moves(self, device_spec, row_spec):
         moves = list(super().moves(device_spec, row_spec))
         rows = [move[2] for move in moves]
-        for (group, block, _, slot), row in zip(moves, rows[1:] + rows[:1]):
+        for (group, block, _, slot), row in zip(moves, rows[1:] + rows[-1:]):
             yield group, block, row, slot
 
     def copy(self, device_spec, row_spec, to_rows):

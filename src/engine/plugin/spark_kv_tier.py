@@ -80,8 +80,9 @@ class Limits:
     deadline_cap_s: float = 120.0
     # Part of the time of recomputing that a load may take.
     deadline_share: float = 0.9
-    # What a node may take beyond a load's deadline to end reads that had begun, before it is ended itself.
-    grace_s: float = 5.0
+    # What a node may take beyond a load's deadline to end reads that had begun, before it is ended itself. A drive may
+    # pause for seconds, and so may a process on a box without free cores.
+    grace_s: float = 10.0
     # How long stores may stay unanswered while the node says nothing at all.
     store_silence_s: float = 60.0
     # After a process is gone the kernel may still complete direct reads that it had begun.
@@ -1191,7 +1192,7 @@ class SparkKvTier(SecondaryTierManager):
         ]
         # The keys come as a set. In the order of position a store that ends early leaves a usable prefix.
         items.sort(key=lambda item: item[1])
-        for key, position, _ in items:
+        for key, _, _ in items:
             self._remember(key)
         request = self.requests.get(ctx.req_id)
         if request is not None:
