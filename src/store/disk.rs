@@ -308,6 +308,13 @@ impl Files {
         }
     }
 
+    /// Gives the memory drive's lock back. A real folder's goes with its last handle.
+    pub fn release(&self) {
+        if let Self::Mem(mem) = self {
+            mem.unlock();
+        }
+    }
+
     /// Fills `buffer` from `offset` on, as far as the file goes. Gives the bytes read.
     pub fn read(&self, file: &Handle, offset: u64, buffer: &mut Buffer) -> io::Result<usize> {
         match (self, file) {

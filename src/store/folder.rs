@@ -101,8 +101,8 @@ impl Folder {
             Ok((Handle::Real(Arc::new(file)), taken))
         });
         if made.is_err() {
-            // The room must not stay taken. What went wrong is told by `made`.
-            let _ = self.remove(&unfinished);
+            // The room must not stay taken, by whichever name. What went wrong is told by `made`.
+            let _ = (self.remove(&unfinished), self.remove(name));
         }
         made
     }

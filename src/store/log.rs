@@ -370,3 +370,179 @@ impl Log {
         self.open.as_mut().filter(|o| o.head.sequence == sequence)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::format::{PAGE, Trailer};
+    use super::*;
+    use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowKey, Space};
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    const LIMITS: Limits =
+        Limits { store: StoreId([1; 16]), capacity: 5 * (64 << 10), segment: 64 << 10, other: 4096 };
+    const ROW: u32 = 8192;
+
+    fn entry(page: u32) -> Entry {
+        let space = Space { namespace: Namespace([0; 32]), rank: Rank::ONLY };
+        let key = RowKey { hash: BlockHash([0; 32]), group: GroupId(page) };
+        Entry { space, key, position: 0, page, length: ROW, checksum: 0 }
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Act {
+        Place,
+        WriteEnds { well: bool },
+        ReadBegins(usize),
+        ReadEnds,
+        StepEnds { well: bool },
+        Wait,
+    }
+
+    fn acts() -> impl Strategy<Value = Vec<Act>> {
+        let one = prop_oneof![
+            4 => Just(Act::Place),
+            4 => Just(Act::WriteEnds { well: true }),
+            1 => Just(Act::WriteEnds { well: false }),
+            2 => (0..6_usize).prop_map(Act::ReadBegins),
+            2 => Just(Act::ReadEnds),
+            6 => Just(Act::StepEnds { well: true }),
+            1 => Just(Act::StepEnds { well: false }),
+            2 => Just(Act::Wait),
+        ];
+        proptest::collection::vec(one, 0..600)
+    }
+
+    /// A drive that does what the log asks for, and everything that must hold about it.
+    #[derive(Default)]
+    struct World {
+        now: Micros,
+        files: BTreeMap<Sequence, u64>,
+        writing: Vec<(Sequence, u32)>,
+        whole: HashMap<Sequence, Vec<Entry>>,
+        reading: Vec<Sequence>,
+        forgotten: Vec<Sequence>,
+        step: Option<Step>,
+    }
+
+    impl World {
+        fn begin(&mut self, step: Step) {
+            match &step {
+                Step::Forget(sequence) => return self.forgotten.push(*sequence),
+                Step::Sync(sequence) | Step::Foot { sequence, .. } => {
+                    assert!(self.writing.iter().all(|(s, _)| s != sequence), "sealed under its writes");
+                }
+                Step::Remove(sequence) => {
+                    assert!(!self.reading.contains(sequence), "removed under its reads");
+                    assert!(self.forgotten.contains(sequence), "removed while it can be found");
+                    assert_eq!(self.files.keys().next(), Some(sequence), "the oldest goes first");
+                }
+                Step::Create(head) => {
+                    let used = LIMITS.other + self.files.values().sum::<u64>();
+                    assert!(used + head.size <= LIMITS.capacity, "over the capacity");
+                }
+            }
+            assert!(self.step.replace(step).is_none(), "one step at a time");
+        }
+
+        /// The foot lists exactly the rows that are whole.
+        fn ends_well(&mut self, step: &Step) {
+            match step {
+                Step::Foot { sequence, offset, bytes } => {
+                    let head = Head { store: LIMITS.store, sequence: *sequence, size: LIMITS.segment };
+                    let (list, last) = bytes.split_at(bytes.len() - PAGE);
+                    let trailer = Trailer::decode(last, &head).unwrap();
+                    assert_eq!(trailer.start, *offset);
+                    let whole = self.whole.get(sequence).cloned().unwrap_or_default();
+                    assert!(whole.iter().all(|e| u64::from(e.page) * PAGE64 + record_bytes(ROW) <= *offset));
+                    assert_eq!(trailer.entries(list).unwrap(), whole);
+                }
+                Step::Remove(sequence) => {
+                    self.files.remove(sequence);
+                }
+                Step::Create(head) => {
+                    self.files.insert(head.sequence, head.size);
+                }
+                _ => {}
+            }
+        }
+
+        fn act(&mut self, log: &mut Log, act: Act) {
+            match act {
+                Act::Place => {
+                    if let Room::At { sequence, page } = log.place(ROW) {
+                        assert!(!self.writing.contains(&(sequence, page)), "two rows in one place");
+                        self.writing.push((sequence, page));
+                    }
+                }
+                Act::WriteEnds { well } => {
+                    let Some((sequence, page)) = self.writing.pop() else { return };
+                    if well {
+                        log.written(sequence, entry(page));
+                        self.whole.entry(sequence).or_default().push(entry(page));
+                    } else {
+                        log.failed(sequence, "broken".into(), self.now);
+                        assert_eq!(log.place(ROW), Room::Stopped);
+                    }
+                }
+                Act::ReadBegins(nth) => {
+                    let readable = self.files.keys().filter(|s| !self.forgotten.contains(s)).nth(nth);
+                    if let Some(&sequence) = readable {
+                        log.reading(sequence);
+                        self.reading.push(sequence);
+                    }
+                }
+                Act::ReadEnds => {
+                    if let Some(sequence) = self.reading.pop() {
+                        log.read(sequence);
+                    }
+                }
+                Act::StepEnds { well } => {
+                    let Some(step) = self.step.take() else { return };
+                    if well {
+                        self.ends_well(&step);
+                    }
+                    let result = if well { Ok(LIMITS.segment) } else { Err("broken".into()) };
+                    if let Some(next) = log.stepped(&step, result, self.now) {
+                        self.begin(next);
+                    }
+                }
+                Act::Wait => self.now = self.now.plus(RETRY / 2),
+            }
+            while let Some(step) = log.step(self.now) {
+                self.begin(step);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_happens_the_log_keeps_its_order_and_its_capacity(acts in acts()) {
+            let mut log = Log::new(LIMITS, Sequence(1));
+            let mut world = World::default();
+            for act in acts {
+                world.act(&mut log, act);
+                prop_assert!(log.used() <= LIMITS.capacity);
+                prop_assert_eq!(log.segments(), world.files.len());
+            }
+            // When everything works again, rows are taken again.
+            for _ in 0..200 {
+                for act in [Act::WriteEnds { well: true }, Act::ReadEnds, Act::StepEnds { well: true }, Act::Wait] {
+                    world.act(&mut log, act);
+                }
+                if log.stopped().is_none() && matches!(log.place(ROW), Room::At { .. }) {
+                    return Ok(());
+                }
+            }
+            prop_assert!(false, "it never takes rows again: {:?}", log);
+        }
+    }
+
+    #[test]
+    fn a_row_larger_than_a_segment_is_refused_at_once() {
+        let mut log = Log::new(LIMITS, Sequence(1));
+        assert_eq!(log.place(64 << 10), Room::Never);
+        assert_eq!(log.step(Micros(0)), None, "no segment is made for it");
+        assert!(log.can_ever_take((64 << 10) - 4 * 4096) && !log.can_ever_take((64 << 10) - 3 * 4096));
+    }
+}

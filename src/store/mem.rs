@@ -53,6 +53,8 @@ struct State {
     cut_at: Option<u64>,
     /// Operations `from..to` fail.
     faults: Vec<(u64, u64, Failure)>,
+    /// Syncs of files report success and do nothing.
+    lies: bool,
     open: bool,
 }
 
@@ -92,8 +94,17 @@ impl State {
         }
     }
 
+    fn sync_names(&mut self) -> io::Result<()> {
+        self.durable_names = self.files.clone();
+        Ok(())
+    }
+
     fn sync_file(&mut self, name: &str) -> io::Result<()> {
+        let lies = self.lies;
         let image = self.file(name)?;
+        if lies {
+            return Ok(());
+        }
         image.durable = image.live.clone();
         let image = image.clone();
         if let Some(durable) = self.durable_names.get_mut(name) {
@@ -123,6 +134,11 @@ impl Mem {
         let mut state = self.0.lock();
         let from = state.ops + skip;
         state.faults.push((from, from.saturating_add(count), failure));
+    }
+
+    /// From now on files are not made durable when they are said to be, as some drives do.
+    pub fn lie(&self) {
+        self.0.lock().lies = true;
     }
 
     /// Nothing fails any more.
@@ -221,12 +237,12 @@ impl Mem {
                     Ok(())
                 })
             });
+        let made = made.and_then(|()| state.change(State::sync_names));
         if made.is_err() && state.cut_at.is_none() {
             state.files.remove(&unfinished);
+            state.files.remove(name);
         }
         made?;
-        drop(state);
-        self.sync_names()?;
         Ok((Handle::Mem(name.into()), size))
     }
 
@@ -238,10 +254,7 @@ impl Mem {
     }
 
     pub fn sync_names(&self) -> io::Result<()> {
-        self.0.lock().change(|s| {
-            s.durable_names = s.files.clone();
-            Ok(())
-        })
+        self.0.lock().change(State::sync_names)
     }
 
     pub fn sync_file(&self, name: &str) -> io::Result<()> {

@@ -223,7 +223,7 @@ impl Store {
         let mut notes = Vec::new();
         let depth = options.queue_depth.clamp(1, 1024);
         let (files, disk, hands) = start_disk(&options, disk, depth, on_done, &mut notes)?;
-        let found = recover::recover(&files, capacity, segment)?;
+        let found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
         let mut opened = found.opened;
         opened.io = disk.name().to_owned();
         opened.notes.splice(0..0, notes.iter().cloned());

@@ -232,9 +232,7 @@ impl Work {
             tracing::warn!(%error, "failed to make the last rows durable");
         }
         drop((disk, hands, handles));
-        if let Files::Mem(mem) = &files {
-            mem.unlock();
-        }
+        files.release();
         drop(files);
         for answer in closing.into_iter().flatten() {
             let _ = answer.send(());
