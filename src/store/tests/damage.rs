@@ -304,8 +304,7 @@ async fn a_full_or_broken_drive_stops_stores_and_serving_goes_on() {
 }
 
 #[tokio::test]
-async fn a_store_on_a_real_full_drive_does_not_open_more_than_it_can() {
-    // RLIMIT_FSIZE and quotas are not ours to set here; a capacity beyond the drive is the same to the allocator.
+async fn nothing_is_taken_before_the_first_row_whatever_the_capacity() {
     let place = Place::on_drive(Io::Plain, "plain");
     let beyond = Options { capacity: Bytes::gib(1 << 20), segment: Bytes::gib(4), ..place.options() };
     let (store, _) = open_with(&beyond, &place.disk);
