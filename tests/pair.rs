@@ -85,6 +85,8 @@ fn rows_come_back_from_the_own_drive_and_from_the_other_node() {
     let prompt = words(1, 900);
     let cold = complete(&a, MODEL, &prompt, 8);
     assert!(sources(&a, &cold)["computed"].as_u64().unwrap() > 800);
+    a.await_stored();
+    b.await_index_of(&a);
 
     let peer = complete(&b, MODEL, &prompt, 8);
     assert_eq!(peer.text(), cold.text());
@@ -164,20 +166,24 @@ fn a_node_killed_twenty_times_under_load_never_gives_a_wrong_answer() {
             let begin = std::time::Instant::now();
             let mut open = false;
             while begin.elapsed() < Duration::from_secs(1) && !open {
-                open = engine_metric(&a, "mock_open_jobs") > 0.0;
+                open = a.metric("sparkkv_door_open_jobs") > 0.0;
             }
             in_flight += u32::from(open);
             let node = a.node_pid();
             Node::signal(node, Signal::SIGKILL);
-            await_some(&format!("node number {}", kill + 2), PATIENCE, || (a.node_pid() != node).then_some(()));
+            await_some(&format!("node number {}", kill + 2), PATIENCE, || {
+                (a.node_pid() != node).then_some(())
+            });
             a.await_ready(PATIENCE);
         }
         load.stop.store(true, Ordering::Relaxed);
     });
     assert!(in_flight >= 15, "a job was in flight at {in_flight} of 20 kills");
     assert_eq!(wrong_rows(&a), 0.0);
-    assert!(engine_metric(&a, "mock_loaded_rows_total") > 0.0, "rows were loaded in between");
-    // What was stored before the last kill still comes from the drive.
+    assert!(engine_metric(&a, "mock_checked_rows_total") > 0.0, "rows were loaded in between");
+    // What was stored still comes from the drive.
+    complete(&a, MODEL, &words(0, 300), 4);
+    a.await_stored();
     forget(&a);
     let answer = complete(&a, MODEL, &words(0, 300), 4);
     assert_eq!(answer.text(), texts[0]);
@@ -191,6 +197,7 @@ fn a_keeper_killed_three_times_leaves_nothing_and_starts_again() {
     let folder = tempfile::tempdir().unwrap();
     let mut a = single(folder.path(), "a", None, &settings(&mock(), ""));
     let text = complete(&a, MODEL, &words(3, 400), 4).text();
+    a.await_stored();
     for _ in 0..3 {
         a.kill_keeper();
         a.await_gone();
@@ -210,10 +217,14 @@ fn a_peer_gone_in_the_middle_of_a_fetch_costs_a_recompute() {
     let (mut a, b) = pair(folder.path(), &settings(&big, ""), None);
     let prompts: Vec<String> = (40..46).map(|seed| words(seed, 2500)).collect();
     let texts: Vec<String> = prompts.iter().map(|p| complete(&a, MODEL, p, 4).text()).collect();
+    a.await_stored();
+    b.await_index_of(&a);
     let answers: Vec<Answer> = std::thread::scope(|scope| {
         let b = &b;
         let asked: Vec<_> = prompts.iter().map(|p| scope.spawn(move || complete(b, MODEL, p, 4))).collect();
-        await_some("a fetch under way", PATIENCE, || (engine_metric(b, "mock_open_jobs") > 0.0).then_some(()));
+        await_some("a fetch under way", PATIENCE, || {
+            (b.metric("sparkkv_door_open_jobs") > 0.0).then_some(())
+        });
         a.kill_keeper();
         asked.into_iter().map(|t| t.join().unwrap()).collect()
     });
@@ -239,6 +250,7 @@ fn an_engine_killed_is_started_again_and_the_next_turn_comes_from_the_drive() {
     let mut a = single(folder.path(), "a", None, &settings(&mock(), ""));
     let mut prompt = words(4, 500);
     prompt += &complete(&a, MODEL, &prompt, 8).text();
+    a.await_stored();
     restart_engine(&mut a);
     prompt += " and what then?";
     let answer = complete(&a, MODEL, &prompt, 8);
@@ -337,7 +349,8 @@ fn bad_input_gets_a_clear_error_in_the_endpoints_own_shape() {
     let (code, body) = raw("/v1/completions", &big);
     assert_eq!(code, 413);
     assert!(body["error"]["message"].is_string(), "{body}");
-    let (code, body) = raw("/v1/completions", &json!({"model": MODEL, "prompt": words(1, 150_000)}).to_string());
+    let (code, body) =
+        raw("/v1/completions", &json!({"model": MODEL, "prompt": words(1, 150_000)}).to_string());
     assert!(code == 400 || code == 413, "{code} {body}");
 }
 
@@ -397,8 +410,12 @@ fn run_with_mutant(mutant: Option<&str>) -> Vec<String> {
             noticed.push(format!("{what}: wrong rows"));
         }
     };
+    a.await_stored();
     forget(&a);
     look(&a, "drive", "drive");
+    if mutant.is_none() {
+        b.await_index_of(&a);
+    }
     look(&b, "peer", "peer");
     for node in [&a, &b] {
         if node.metric("sparkkv_store_rows_damaged_total") > 0.0 {

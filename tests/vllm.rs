@@ -37,7 +37,12 @@ fn ask(node: &Node, prompt: &str, source: &str, share: f64, text: Option<&str>) 
     let sum: u64 = ["device", "staging", "drive", "peer", "computed"].iter().map(|s| tokens(&entry, s)).sum();
     assert_eq!(sum, answer.prompt_tokens(), "sources add up to the prompt: {entry}");
     let from = tokens(&entry, source);
-    assert!(from as f64 >= share * sum as f64, "{}: {from} of {sum} from {source}, {entry}\n{}", node.name, node.tell());
+    assert!(
+        from as f64 >= share * sum as f64,
+        "{}: {from} of {sum} from {source}, {entry}\n{}",
+        node.name,
+        node.tell()
+    );
     if let Some(text) = text {
         assert_eq!(answer.text(), text, "greedy text differs, {entry}");
     }
@@ -193,7 +198,8 @@ fn damaged_rows_end_the_hit_exactly(a: &Node) {
 }
 
 fn errors_pass_through(a: &Node) {
-    let long = post(a, "/v1/completions", &json!({"model": MODEL, "prompt": words(5, 40_000), "max_tokens": 1}));
+    let long =
+        post(a, "/v1/completions", &json!({"model": MODEL, "prompt": words(5, 40_000), "max_tokens": 1}));
     assert_eq!(long.code, 400, "{long:?}");
     assert!(long.body["error"]["message"].as_str().unwrap().contains("maximum"), "{long:?}");
     let unknown = post(a, "/v1/completions", &json!({"model": "nobody", "prompt": "x"}));
@@ -202,13 +208,18 @@ fn errors_pass_through(a: &Node) {
 
 fn every_endpoint_answers(a: &Node) {
     let messages = json!([{"role": "user", "content": words(9, 200)}]);
-    let chat = post(a, "/v1/chat/completions", &json!({"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}));
+    let chat = post(
+        a,
+        "/v1/chat/completions",
+        &json!({"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}),
+    );
     assert_eq!(chat.code, 200, "{chat:?}");
     assert_eq!(tokens(&a.request(&chat.id), "prompt"), chat.prompt_tokens());
     let anthropic = post(a, "/v1/messages", &json!({"model": MODEL, "messages": messages, "max_tokens": 4}));
     assert_eq!(anthropic.code, 200, "{anthropic:?}");
     assert_eq!(anthropic.body["type"], "message");
-    let responses = post(a, "/v1/responses", &json!({"model": MODEL, "input": words(9, 50), "max_output_tokens": 4}));
+    let responses =
+        post(a, "/v1/responses", &json!({"model": MODEL, "input": words(9, 50), "max_output_tokens": 4}));
     assert_eq!(responses.code, 200, "{responses:?}");
     assert!(tokens(&a.request(&responses.id), "prompt") > 0);
     let tokenized = post(a, "/tokenize", &json!({"model": MODEL, "prompt": "river stone"}));
@@ -236,7 +247,8 @@ fn hits_larger_than_the_row_area_are_served() {
     let loaded = node.metric("sparkkv_store_rows_loaded_total");
     let answers: Vec<Answer> = std::thread::scope(|scope| {
         let node = &node;
-        let asked: Vec<_> = prompts.iter().map(|p| scope.spawn(move || complete(node, MODEL, p, 12))).collect();
+        let asked: Vec<_> =
+            prompts.iter().map(|p| scope.spawn(move || complete(node, MODEL, p, 12))).collect();
         asked.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let mut drive = 0;
@@ -262,8 +274,11 @@ fn hybrid_pair() {
     let prompt = words(1, 900);
     let text = ask(&a, &prompt, "computed", 0.99, None);
     let groups = |node: &Node| {
-        let mut groups: Vec<u32> =
-            spark_kv::store::inspect(&node.root.join("state/segments")).unwrap().iter().map(|r| r.key.group.0).collect();
+        let mut groups: Vec<u32> = spark_kv::store::inspect(&node.root.join("state/segments"))
+            .unwrap()
+            .iter()
+            .map(|r| r.key.group.0)
+            .collect();
         groups.sort_unstable();
         groups.dedup();
         groups
@@ -283,7 +298,10 @@ fn hybrid_pair() {
 
     // The last snapshot is damaged: the one before is used, or all is computed; the text is the same.
     let last = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
-    let attention = last.iter().map(|r| r.key.group.0).max_by_key(|g| last.iter().filter(|r| r.key.group.0 == *g).count());
+    let attention = last
+        .iter()
+        .map(|r| r.key.group.0)
+        .max_by_key(|g| last.iter().filter(|r| r.key.group.0 == *g).count());
     let state = last.iter().filter(|r| Some(r.key.group.0) != attention);
     let victim = state.max_by_key(|r| r.position).expect("a state row").clone();
     let file = fs::File::options().read(true).write(true).open(&victim.file).unwrap();

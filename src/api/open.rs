@@ -46,6 +46,9 @@ pub enum Entry {
     Relay,
 }
 
+/// How many times the limit of a body is read from one that is refused, so that most clients get to the answer.
+const LINGER_TIMES: u64 = 4;
+
 /// Bodies from this size on are read by a thread that may block: a megabyte takes some milliseconds.
 const LARGE: usize = 1 << 20;
 
@@ -110,7 +113,8 @@ impl Open {
     ) -> Response<Body> {
         // A client that waits for our word has not sent its body yet, and now will not.
         let waits = parts.headers.contains_key(header::EXPECT);
-        let whole = body.is_end_stream() || (!waits && body::linger(body, self.0.max_body).await);
+        let whole = body.is_end_stream()
+            || (!waits && body::linger(body, self.0.max_body.saturating_mul(LINGER_TIMES)).await);
         errors::response(endpoint, id, refusal, !whole)
     }
 

@@ -96,7 +96,8 @@ fn serve(loaded: Loaded) -> anyhow::Result<Exit> {
 /// The log's one set-up. Its lines go to stderr, which the keeper passes on.
 fn log_to_stderr(log: &settings::Log) {
     let filter = EnvFilter::try_new(&log.level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
     if log.json {
         builder.json().init();
     } else {

@@ -112,11 +112,15 @@ fn apply(parts: &Parts, judged: &Judged) {
 }
 
 async fn check(parts: &Parts, view: &View) -> Judged {
-    let judged = |tier, plugin_missing| Judged { engine_id: view.engine_id.clone(), tier: Some(tier), plugin_missing };
+    let judged =
+        |tier, plugin_missing| Judged { engine_id: view.engine_id.clone(), tier: Some(tier), plugin_missing };
     parts.door.set_tier(true, "to be checked");
     let Some(row_tokens) = plugin(parts, view).await else {
         let seconds = PLUGIN_PATIENCE.as_secs();
-        return judged(Err(format!("no plugin of {} came to the door within {seconds} s", view.engine_id)), true);
+        return judged(
+            Err(format!("no plugin of {} came to the door within {seconds} s", view.engine_id)),
+            true,
+        );
     };
     if !parts.settings.engine.canary || parts.settings.engine.kind == EngineKind::Attached {
         // An attached engine is somebody else's: its caches are not ours to drop.
@@ -151,7 +155,8 @@ async fn plugin(parts: &Parts, view: &View) -> Option<u32> {
     let wait = async {
         loop {
             if let Some(facts) = parts.door.engine()
-                && (facts.hello.engine_id == view.engine_id || parts.settings.engine.kind == EngineKind::Attached)
+                && (facts.hello.engine_id == view.engine_id
+                    || parts.settings.engine.kind == EngineKind::Attached)
             {
                 return facts.hello.groups.iter().map(|group| group.tokens_per_row).max();
             }

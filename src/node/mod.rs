@@ -98,8 +98,9 @@ pub fn run(settings: Settings, places: Places) -> Result<(), Error> {
 async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error> {
     let (tasks, meter, clock) = (Tasks::new(), Meter::new(), Clock::real());
     let listener = listen(&settings).await?;
-    let generation = engine::generation::next(&places.state.join("node-generation"))
-        .map_err(|source| Error::File { what: "count up", path: places.state.join("node-generation"), source })?;
+    let generation = engine::generation::next(&places.state.join("node-generation")).map_err(|source| {
+        Error::File { what: "count up", path: places.state.join("node-generation"), source }
+    })?;
     let store = recover(&settings, &places, &clock, &meter).await?;
     let ports = Ports::of(&settings.listen);
     let cluster = Cluster::start(
@@ -190,8 +191,7 @@ async fn recover(settings: &Settings, places: &Places, clock: &Clock, meter: &Me
         queue_depth: settings.store.queue_depth,
     };
     let (clock, meter) = (clock.clone(), meter.clone());
-    let opening =
-        tokio::task::spawn_blocking(move || Store::open(options, DiskKind::Real, clock, &meter));
+    let opening = tokio::task::spawn_blocking(move || Store::open(options, DiskKind::Real, clock, &meter));
     let opened = log_slow("the store to read its segments", Duration::from_secs(5), opening).await;
     let (store, opened) = opened.map_err(|join| Error::Runtime(io::Error::other(join)))??;
     tracing::info!(segments = opened.segments, rows = opened.rows, damaged = opened.damaged, io = %opened.io, "store");

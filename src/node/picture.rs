@@ -87,7 +87,9 @@ pub async fn keep_ledger(parts: Parts) {
 
 fn learn(parts: &Parts, pace: &mut Pace, outcome: &router::Outcome) {
     let own = outcome.node.as_deref() == Some(parts.settings.node.name.as_str());
-    let (Some(usage), Some(ttft), true) = (&outcome.usage, outcome.ttft, own && outcome.stream) else { return };
+    let (Some(usage), Some(ttft), true) = (&outcome.usage, outcome.ttft, own && outcome.stream) else {
+        return;
+    };
     let Some(prompt) = usage.prompt_tokens else { return };
     // With others in flight the time to the first token says how long the queue was.
     if parts.router.in_flight() > 1 {
@@ -212,7 +214,10 @@ fn faults(parts: &Parts, beat: &Beat) -> Vec<Fault> {
     faults.extend(parts.cluster.faults());
     if beat.silent > SILENCE {
         let (running, seconds) = (beat.pulse.running, beat.silent.as_secs());
-        faults.push(Fault::new(Code::EngineStuck, format!("{running} requests run and no step ended for {seconds} s")));
+        faults.push(Fault::new(
+            Code::EngineStuck,
+            format!("{running} requests run and no step ended for {seconds} s"),
+        ));
     }
     faults
 }
@@ -260,15 +265,24 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
     }
 }
 
-fn tiers(parts: &Parts, store: &crate::store::Status, engine: Option<&crate::api::local::EngineStatus>) -> Vec<Tier> {
+fn tiers(
+    parts: &Parts,
+    store: &crate::store::Status,
+    engine: Option<&crate::api::local::EngineStatus>,
+) -> Vec<Tier> {
     let staging = engine.map(|engine| Tier {
         name: "staging".into(),
         rows: engine.rows.into(),
         used_bytes: None,
         capacity_bytes: u64::from(engine.rows) * u64::from(engine.row_bytes),
     });
-    let device = Tier { name: "device".into(), capacity_bytes: parts.settings.engine.kv_cache.0, ..Tier::default() };
-    let drive =
-        Tier { name: "drive".into(), rows: store.rows, used_bytes: Some(store.used), capacity_bytes: store.capacity };
+    let device =
+        Tier { name: "device".into(), capacity_bytes: parts.settings.engine.kv_cache.0, ..Tier::default() };
+    let drive = Tier {
+        name: "drive".into(),
+        rows: store.rows,
+        used_bytes: Some(store.used),
+        capacity_bytes: store.capacity,
+    };
     [Some(device), staging, Some(drive)].into_iter().flatten().collect()
 }

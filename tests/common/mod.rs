@@ -155,7 +155,8 @@ impl Node {
 
     /// Whether this node serves by its own engine, and the cache of that engine has been judged.
     fn is_ready(&self) -> bool {
-        let healthy = self.health().is_some_and(|(code, body)| code == 200 && body["checks"]["engine"]["ok"] == true);
+        let healthy =
+            self.health().is_some_and(|(code, body)| code == 200 && body["checks"]["engine"]["ok"] == true);
         healthy && self.state().is_some_and(|state| state["node"]["cache"]["on"].is_boolean())
     }
 
@@ -183,7 +184,10 @@ impl Node {
     /// The token with which another node joins this one.
     pub fn invite(&self) -> String {
         await_some("an invitation", PATIENCE, || {
-            fs::read_to_string(self.root.join("run/invite")).ok().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty())
+            fs::read_to_string(self.root.join("run/invite"))
+                .ok()
+                .map(|t| t.trim().to_owned())
+                .filter(|t| !t.is_empty())
         })
     }
 
@@ -296,6 +300,25 @@ impl Node {
             .unwrap_or_default()
     }
 
+    /// Waits until no job is in flight any more: what was asked so far is on the drive.
+    pub fn await_stored(&self) {
+        let mut before = -1.0;
+        await_some("stores to end", PATIENCE, || {
+            let rows = self.metric("sparkkv_store_rows_stored_total");
+            let quiet = self.metric("sparkkv_door_open_jobs") == 0.0 && rows == before;
+            before = rows;
+            quiet.then_some(())
+        });
+    }
+
+    /// Waits until this node knows every row that `peer` holds.
+    pub fn await_index_of(&self, peer: &Self) {
+        await_some("the peer's index", PATIENCE, || {
+            let known = self.metric("sparkkv_cluster_peer_keys");
+            (known > 0.0 && known == peer.metric("sparkkv_store_rows")).then_some(())
+        });
+    }
+
     /// The ledger's entry of one request, once its sources are known.
     pub fn request(&self, id: &str) -> Value {
         await_some(&format!("request {id} in the ledger"), PATIENCE, || {
@@ -355,7 +378,11 @@ pub struct Answer {
 impl Answer {
     pub fn text(&self) -> String {
         let choice = &self.body["choices"][0];
-        choice["text"].as_str().or_else(|| choice["message"]["content"].as_str()).unwrap_or_default().to_owned()
+        choice["text"]
+            .as_str()
+            .or_else(|| choice["message"]["content"].as_str())
+            .unwrap_or_default()
+            .to_owned()
     }
     pub fn prompt_tokens(&self) -> u64 {
         self.body["usage"]["prompt_tokens"].as_u64().unwrap_or(0)
@@ -382,7 +409,8 @@ pub fn post(node: &Node, path: &str, body: &Value) -> Answer {
         .header("x-spark-box", &node.name)
         .send_json(body)
         .unwrap_or_else(|e| panic!("{path} on {}: {e}\n{}", node.name, node.tell()));
-    let header = |name: &str| response.headers().get(name).and_then(|v| v.to_str().ok()).unwrap_or("").to_owned();
+    let header =
+        |name: &str| response.headers().get(name).and_then(|v| v.to_str().ok()).unwrap_or("").to_owned();
     let (code, node_name) = (response.status().as_u16(), header("x-spark-box"));
     let body = response.into_body().read_json().unwrap_or(Value::Null);
     Answer { code, id, node: node_name, body }
@@ -390,7 +418,8 @@ pub fn post(node: &Node, path: &str, body: &Value) -> Answer {
 
 /// A greedy completion of `prompt`.
 pub fn complete(node: &Node, model: &str, prompt: &str, tokens: u32) -> Answer {
-    let body = json!({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true});
+    let body =
+        json!({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true});
     let answer = post(node, "/v1/completions", &body);
     assert_eq!(answer.code, 200, "{answer:?}\n{}", node.tell());
     answer
@@ -399,9 +428,9 @@ pub fn complete(node: &Node, model: &str, prompt: &str, tokens: u32) -> Answer {
 /// Deterministic text of about `words` words that shares no prefix with another `seed`'s.
 pub fn words(seed: u64, words: usize) -> String {
     const LIST: [&str; 24] = [
-        "river", "stone", "lantern", "copper", "window", "garden", "signal", "harbour", "meadow", "thunder", "paper",
-        "silver", "orchard", "compass", "ember", "valley", "mirror", "anchor", "saddle", "canyon", "whistle", "marble",
-        "prairie", "beacon",
+        "river", "stone", "lantern", "copper", "window", "garden", "signal", "harbour", "meadow", "thunder",
+        "paper", "silver", "orchard", "compass", "ember", "valley", "mirror", "anchor", "saddle", "canyon",
+        "whistle", "marble", "prairie", "beacon",
     ];
     let mut dice = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut out = format!("note {seed}:");
