@@ -7,7 +7,7 @@ bytes, where no protocol and no checksum sees anything wrong: only the canary an
 | --- | --- | --- |
 | CaptureEarly | a store says that it is done before it has copied; it copies some steps later | any model |
 | PageDropped | the last page of each block is not copied into its row | any model |
-| ShiftByOne | a block goes into its neighbour's row | any model, hits of two blocks and more |
+| ShiftByOne | every second block goes into its neighbour's row | any model, stores of two blocks and more |
 | WrongGroup | a block is copied with another group's layers | models of two groups |
 | StaleRow | every second row keeps what was in it | any model |
 | WrongRank | a load reads the neighbour rank's cell of the row | two workers and more |
@@ -49,14 +49,17 @@ class PageDropped(CpuWorker):
 
 
 class ShiftByOne(CpuWorker):
-    """The first row of a store keeps what was in it, the last two blocks meet in one. (Blocks that only change places
-    among themselves would not be seen: attention sums over all of them, and each carries its own positions.)"""
+    """Every second block of a store lands on its neighbour, whose own is lost, and its row keeps what was in it.
+    (Blocks that only change places among themselves do no harm: attention sums over all of them, and each carries its
+    own positions.)"""
 
     def moves(self, device_spec, row_spec):
         moves = list(super().moves(device_spec, row_spec))
-        rows = [move[2] for move in moves]
-        for (group, block, _, slot), row in zip(moves, rows[1:] + rows[-1:]):
-            yield group, block, row, slot
+        for at, (group, block, row, slot) in enumerate(moves):
+            if at % 2 == 0 and at + 1 < len(moves):
+                yield group, block, moves[at + 1][2], slot
+            elif at == len(moves) - 1 and at % 2 == 0:
+                yield group, block, row, slot
 
     def copy(self, device_spec, row_spec, to_rows):
         if to_rows:

@@ -36,7 +36,9 @@ def prompt_of(name: str, words: int) -> str:
     stock = ["the", "function", "reads", "every", "line", "of", "the", "file", "and", "returns", "a", "list", "with",
              "the", "index", "of", "each", "match"]
     seed = hashlib.sha256(name.encode()).digest()
-    return f"{name}: " + " ".join(stock[(seed[i % 32] + i * 7 + i // 13) % len(stock)] for i in range(words))
+    # Each part says something of its own: in a prompt that repeats itself a lost block may not change the answer.
+    own = [hashlib.sha256(f"{name} {i}".encode()).hexdigest()[:3] if i % 8 == 0 else "" for i in range(words)]
+    return f"{name}: " + " ".join(own[i] + stock[(seed[i % 32] + i * 7 + i // 13) % len(stock)] for i in range(words))
 
 
 class Engine:
