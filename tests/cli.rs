@@ -3,6 +3,12 @@
 
 use std::process::{Command, Output};
 
+use spark_kv::base::frame::Sources;
+use spark_kv::observe::alerts::Alert;
+use spark_kv::observe::health::Verdict;
+use spark_kv::observe::requests::Request;
+use spark_kv::observe::state::{NodeFile, NodeView, PeerView, State, Tier};
+
 fn run(words: &[&str], env: &[(&str, &str)]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_spark-kv"))
         .args(words)
@@ -147,4 +153,104 @@ fn the_join_token_can_come_through_standard_input() {
     assert_eq!(out.status.code(), Some(64), "{talk}");
     assert!(talk.contains("flag --join: cluster.join: not a join token"), "{talk}");
     assert!(!talk.contains("hunter2"), "{talk}");
+}
+
+/// Answers one request with `body` and gives its address.
+fn answering(body: Vec<u8>) -> (String, std::thread::JoinHandle<String>) {
+    use std::io::{Read, Write};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let served = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut asked = Vec::new();
+        let mut some = [0; 512];
+        while !asked.windows(4).any(|w| w == b"\r\n\r\n") {
+            let n = stream.read(&mut some).unwrap();
+            assert!(n > 0, "the question is whole");
+            asked.extend_from_slice(&some[..n]);
+        }
+        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
+        stream.write_all(head.as_bytes()).unwrap();
+        stream.write_all(&body).unwrap();
+        text(&asked)
+    });
+    (url, served)
+}
+
+fn sample(verdict: Verdict) -> State {
+    let mut node = NodeView { name: "spark-a".into(), ..NodeView::default() };
+    node.engine.phase = "ready".into();
+    node.health.status = verdict;
+    node.health.serving = "by this box's engine".into();
+    node.tiers =
+        vec![Tier { name: "drive".into(), rows: 812, used_bytes: Some(1 << 30), capacity_bytes: 4 << 30 }];
+    let sources = Sources { prompt: 7012, drive: 6896, computed: 116, ..Sources::default() };
+    node.totals.add(&sources);
+    node.requests = vec![Request {
+        id: "r1".into(),
+        endpoint: "chat\x1b[2J".into(),
+        node: "spark-a".into(),
+        status: 200,
+        ttft_ms: Some(217),
+        sources: Some(sources),
+        ..Request::default()
+    }];
+    let alert = Alert {
+        code: "peer-gone".into(),
+        cause: "spark-b was last heard at 14:02".into(),
+        next_step: "look at the cable".into(),
+        ..Alert::default()
+    };
+    node.alerts = vec![alert];
+    let peer = PeerView { name: "spark-b".into(), state: "gone".into(), ..PeerView::default() };
+    State::of(1_800_000_000, node, vec![peer])
+}
+
+#[test]
+fn status_finds_the_node_through_its_root_and_shows_one_screen() {
+    let root = tempfile::tempdir().unwrap();
+    let (url, served) = answering(serde_json::to_vec(&sample(Verdict::Degraded)).unwrap());
+    std::fs::create_dir(root.path().join("run")).unwrap();
+    let file = NodeFile { url, ..NodeFile::default() };
+    std::fs::write(root.path().join("run/node.json"), serde_json::to_vec(&file).unwrap()).unwrap();
+    let out = run(&["status", "--root", root.path().to_str().unwrap()], &[]);
+    let screen = text(&out.stdout);
+    assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+    assert!(served.join().unwrap().starts_with("GET /api/v1/state HTTP/1.0\r\n"));
+    for words in [
+        "spark-a  degraded, serving by this box's engine",
+        "drive    [#####...............] 812 rows, 1.00 GiB of 4.00 GiB",
+        "spark-b  gone",
+        "98.3 % own drive",
+        "7012 tokens: drive 6896, computed 116  217 ms to first",
+        "! peer-gone on spark-a",
+        "what to do: look at the cable",
+    ] {
+        assert!(screen.contains(words), "{words}\n{screen}");
+    }
+    assert!(!screen.contains('\x1b'), "neither colours into a pipe nor what a request brought");
+}
+
+#[test]
+fn status_of_a_node_that_is_down_or_is_none_is_exit_code_2() {
+    let (url, _served) = answering(serde_json::to_vec(&sample(Verdict::Down)).unwrap());
+    let out = run(&["status", "--url", &url, "--json"], &[]);
+    assert_eq!(out.status.code(), Some(2));
+    let shown: State = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(shown, sample(Verdict::Down));
+
+    let (url, _served) = answering(b"<html>".to_vec());
+    let out = run(&["status", "--url", &url], &[]);
+    assert_eq!((out.status.code(), out.stdout.len()), (Some(2), 0));
+    assert!(text(&out.stderr).contains("is no spark-kv of this version"));
+
+    let (url, _served) = answering(serde_json::to_vec(&State::default()).unwrap());
+    let out = run(&["status", "--url", &url], &[]);
+    assert!(text(&out.stderr).contains("is just starting"), "{}", text(&out.stderr));
+
+    // A port that was free a moment ago.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let out = run(&["status", "--url", &format!("http://{free}")], &[]);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(text(&out.stderr).contains("no running node answers at"), "{}", text(&out.stderr));
 }

@@ -255,7 +255,7 @@ function showBox(e, { view, peer }, now) {
       const known = t.used_bytes != null;
       put(amount, known
         ? `${count(t.rows)} rows, ${bytes(t.used_bytes)} of ${bytes(t.capacity_bytes)} (${percent(t.used_bytes, t.capacity_bytes)})`
-        : `${bytes(t.capacity_bytes)}, kept by the engine`);
+        : `${t.rows ? `${count(t.rows)} rows, ` : ""}${bytes(t.capacity_bytes)}, kept by the engine`);
       const track = row.querySelector(".track");
       track.hidden = !known;
       const [used, rest] = track.children;
@@ -407,8 +407,11 @@ let stream;
 function listen() {
   stream = new EventSource("api/v1/events");
   stream.addEventListener("state", (event) => {
+    const state = JSON.parse(event.data);
+    // A node that has just begun has not looked at itself yet.
+    if (!state.now_unix) return;
     heard = since = Date.now();
-    show(JSON.parse(event.data));
+    show(state);
     told();
   });
 }

@@ -35,6 +35,9 @@ pub(super) fn show(status: &Status) -> anyhow::Result<Exit> {
     let state: State = serde_json::from_slice(&body).map_err(|error| {
         not_found(format!("what answers at {url} is no spark-kv of this version: {error}"))
     })?;
+    if state.now_unix == 0 {
+        return Err(not_found(format!("the node at {url} is just starting: ask again in a second")));
+    }
     let mut out = Out::new();
     if status.json {
         out.line(&String::from_utf8_lossy(&body))?;
@@ -200,7 +203,10 @@ fn tier_words(tier: &Tier) -> String {
             about(used),
             about(tier.capacity_bytes)
         ),
-        None => format!("{} of the engine's own", about(tier.capacity_bytes)),
+        None if tier.rows > 0 => {
+            format!("{} rows, {}, kept by the engine", tier.rows, about(tier.capacity_bytes))
+        }
+        None => format!("{}, kept by the engine", about(tier.capacity_bytes)),
     }
 }
 

@@ -83,6 +83,8 @@ impl Totals {
 #[derive(Clone, Debug)]
 struct Entry {
     request: Request,
+    /// What the engine's id begins with, where the router knows it.
+    engine_id: Option<String>,
     /// Reports it has, by engine id without the random part. A second one with the same name is another request
     /// that was given the same id.
     reports: Vec<String>,
@@ -99,13 +101,24 @@ pub struct Ledger {
 
 impl Ledger {
     /// Takes a request that is over.
-    pub fn add(&mut self, mut outcome: Outcome) {
+    pub fn add(&mut self, outcome: Outcome) {
+        self.enter(outcome, None);
+    }
+
+    /// Takes a request that is over and whose id in the engine begins with `engine_id`: a client can give the engine
+    /// an id of its own that has nothing of ours.
+    pub fn add_known(&mut self, outcome: Outcome, engine_id: &str) {
+        let engine_id = (!engine_id.is_empty()).then(|| clip(engine_id.to_owned(), ID_MAX));
+        self.enter(outcome, engine_id);
+    }
+
+    fn enter(&mut self, mut outcome: Outcome, engine_id: Option<String>) {
         outcome.id = clip(outcome.id, ID_MAX);
         for text in [&mut outcome.endpoint, &mut outcome.model, &mut outcome.node, &mut outcome.why] {
             *text = clip(std::mem::take(text), TEXT_MAX);
         }
         outcome.forwarded_from = outcome.forwarded_from.map(|node| clip(node, TEXT_MAX));
-        let mut entry = Entry { request: outcome, reports: Vec::new() };
+        let mut entry = Entry { request: outcome, engine_id, reports: Vec::new() };
         self.waiting.retain(|(internal, sources)| !entry.take(internal, sources));
         if self.entries.len() == KEPT {
             self.entries.pop_front();
@@ -148,7 +161,11 @@ impl Ledger {
 
 impl Entry {
     fn may_take(&self, internal: &str) -> bool {
-        belongs(internal, &self.request.id) && !self.reports.iter().any(|held| held == stem(internal))
+        let ours = match &self.engine_id {
+            Some(id) => internal.strip_prefix(id.as_str()).is_some_and(is_end),
+            None => belongs(internal, &self.request.id),
+        };
+        ours && !self.reports.iter().any(|held| held == stem(internal))
     }
 
     fn take(&mut self, internal: &str, sources: &Sources) -> bool {
@@ -172,26 +189,29 @@ impl Entry {
 }
 
 /// Whether the engine's id is about the request `id`. The engine makes `chatcmpl-ID-RANDOM` and, for each prompt of a
-/// completion, `cmpl-ID-N-RANDOM`; other endpoints take `ID` or `WORD-ID`, with or without a random end. So the id
-/// stands at the beginning or after one word, and at most two short words follow.
+/// completion, `cmpl-ID-N-RANDOM`; a response is `resp_ID` or `ID`, with or without a random end.
 pub fn belongs(internal: &str, id: &str) -> bool {
     if id.is_empty() {
         return false;
     }
-    let after_word = internal.split_once('-').map(|(_, rest)| rest);
-    [Some(internal), after_word].into_iter().flatten().any(|at| match at.strip_prefix(id) {
-        Some("") => true,
-        Some(end) => end.strip_prefix('-').is_some_and(|end| {
-            let mut words = end.split('-');
-            words.by_ref().take(2).all(|word| !word.is_empty() && word.len() <= 10) && words.next().is_none()
-        }),
-        None => false,
+    let after_word = internal.split_once(['-', '_']).map(|(_, rest)| rest);
+    [Some(internal), after_word].into_iter().flatten().any(|at| at.strip_prefix(id).is_some_and(is_end))
+}
+
+/// Whether this is what may follow a request's id: nothing, or at most two short words.
+fn is_end(text: &str) -> bool {
+    if text.is_empty() {
+        return true;
+    }
+    text.strip_prefix(['-', '_']).is_some_and(|text| {
+        let mut words = text.split(['-', '_']);
+        words.by_ref().take(2).all(|word| !word.is_empty() && word.len() <= 10) && words.next().is_none()
     })
 }
 
 /// The engine's id without the random word at its end.
 fn stem(internal: &str) -> &str {
-    internal.rsplit_once('-').map_or(internal, |(stem, _)| stem)
+    internal.rsplit_once(['-', '_']).map_or(internal, |(stem, _)| stem)
 }
 
 #[cfg(test)]
@@ -214,6 +234,8 @@ mod tests {
             ("cmpl-r1-0-0a1b2c3d", "r1", true),
             ("resp_77", "resp_77", true),
             ("resp_77-0a1b2c3d", "resp_77", true),
+            ("resp_r1-0a1b2c3d", "r1", true),
+            ("resp_r1_0a1b2c3d", "r1", true),
             (&format!("chatcmpl-{uuid}-0a1b2c3d"), uuid, true),
             (&format!("cmpl-{uuid}-11-0a1b2c3d"), uuid, true),
             ("chatcmpl-r11-0a1b2c3d", "r1", false),
@@ -263,6 +285,15 @@ mod tests {
         ledger.add(outcome("r1"));
         let kept: Vec<_> = ledger.recent(9).into_iter().map(|r| r.sources.unwrap()).collect();
         assert_eq!(kept, [sources(64, 0), sources(0, 64)]);
+    }
+
+    #[test]
+    fn an_id_that_the_client_gave_the_engine_is_known_by_the_router() {
+        let mut ledger = Ledger::default();
+        ledger.add_known(outcome("r1"), "resp_mine");
+        ledger.attach("resp_mine_0a1b2c3d", sources(8, 0));
+        ledger.attach("chatcmpl-r1-0a1b2c3d", sources(0, 4));
+        assert_eq!(ledger.find("r1").unwrap().sources, Some(sources(8, 0)));
     }
 
     #[test]
