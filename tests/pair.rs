@@ -379,61 +379,103 @@ fn a_wrong_or_used_join_token_is_refused_and_said() {
     assert!(a.metric("sparkkv_cluster_joins_refused_total{reason=\"unknown\"}") >= 1.0);
 }
 
-/// Each fault in the path, armed in one node, is noticed: by the mock's byte check, by a checksum, or by a row that
-/// does not come back. The same run without a fault is clean, so the noticing means something.
-fn run_with_mutant(mutant: Option<&str>) -> Vec<String> {
+/// What is done to node a's drive between storing and loading.
+#[derive(Clone, Copy, PartialEq)]
+enum Damage {
+    None,
+    /// A bit of every payload, which only checksums tell.
+    Flipped,
+    /// Whole rows in each other's place, which only their keys tell.
+    Swapped,
+}
+
+/// What was seen.
+#[derive(Debug, Default, PartialEq)]
+struct Noticed {
+    /// Bytes or texts that are not those that were computed. Never allowed.
+    wrong: Vec<String>,
+    /// Rows that did not come back, or were counted as damaged: noticed before they could do harm.
+    missed: Vec<String>,
+}
+
+/// Each fault in the path, armed in a node, is noticed: by the mock's byte check, by a checksum, or by a row that does
+/// not come back. The same run without a fault is clean, so the noticing means something.
+fn run_with(mutant_a: Option<&str>, mutant_b: Option<&str>, damage: Damage) -> Noticed {
     let folder = tempfile::tempdir().unwrap();
     // Two groups, and rows that their groups cover only in part: there is something to confuse and to leak.
     let mock = json!({"rows": 256, "row_bytes": 16384, "device_blocks": 128, "block_tokens": 16,
         "prefill_us_per_token": 50, "itl_us": 100, "groups": "attention_and_state"});
     let settings = settings(&mock, "canary = false\n");
-    let (mut a, b) = pair_with_mutants(folder.path(), &settings, mutant);
+    let mut a = single(folder.path(), "a", mutant_a, &settings);
+    let spec = Spec {
+        name: "b",
+        profile: "cpu-tiny",
+        settings: &settings,
+        join: Some(a.invite()),
+        mutant: mutant_b,
+    };
+    let mut b = Node::start(folder.path(), &spec);
+    b.await_ready(PATIENCE);
+    a.await_peer();
+    b.await_peer();
     let prompts: Vec<String> = (60..66).map(|seed| words(seed, 400)).collect();
     let texts: Vec<String> = prompts.iter().map(|p| complete(&a, MODEL, p, 4).text()).collect();
-    // Damage on the drive that a checksum must catch.
-    if mutant == Some("SkipChecksum") {
-        damage_every_row(&a);
+    a.await_stored();
+    // Rows stored under a wrong name never arrive in b's index; that is for what follows to notice.
+    let begin = std::time::Instant::now();
+    while !b.knows_index_of(&a) && begin.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(50));
     }
-    let mut noticed = Vec::new();
-    let mut look = |node: &Node, what: &str, wanted: &str| {
+    match damage {
+        Damage::None => {}
+        Damage::Flipped => damage_every_row(&a),
+        Damage::Swapped => swap_rows(&a),
+    }
+    let mut noticed = Noticed::default();
+    let mut look = |node: &Node, wanted: &str| {
         for (prompt, text) in prompts.iter().zip(&texts) {
             let answer = complete(node, MODEL, prompt, 4);
             if &answer.text() != text {
-                noticed.push(format!("{what}: another text"));
+                noticed.wrong.push(format!("{wanted}: another text"));
             }
             let from = sources(node, &answer);
             if from[wanted].as_u64().unwrap() < 300 {
-                noticed.push(format!("{what}: not from {wanted}: {from}"));
+                noticed.missed.push(format!("{wanted}: {from}"));
             }
         }
         if wrong_rows(node) > 0.0 {
-            noticed.push(format!("{what}: wrong rows"));
+            noticed.wrong.push(format!("{wanted}: wrong rows"));
         }
     };
-    a.await_stored();
+    // The other node first: what it finds damaged is gone from the drive afterwards.
+    look(&b, "peer");
     forget(&a);
-    look(&a, "drive", "drive");
-    if mutant.is_none() {
-        b.await_index_of(&a);
-    }
-    look(&b, "peer", "peer");
+    look(&a, "drive");
     for node in [&a, &b] {
         if node.metric("sparkkv_store_rows_damaged_total") > 0.0 {
-            noticed.push(format!("{}: damaged rows counted", node.name));
+            noticed.missed.push(format!("{}: damaged rows counted", node.name));
         }
     }
     assert_eq!(a.stop(), Some(0));
     noticed
 }
 
-fn pair_with_mutants(folder: &Path, settings: &str, mutant: Option<&str>) -> (Node, Node) {
-    let a = single(folder, "a", mutant, settings);
-    let spec = Spec { name: "b", profile: "cpu-tiny", settings, join: Some(a.invite()), mutant };
-    let mut b = Node::start(folder, &spec);
-    b.await_ready(PATIENCE);
-    a.await_peer();
-    b.await_peer();
-    (a, b)
+/// Exchanges neighbouring records, headers and all.
+fn swap_rows(node: &Node) {
+    let rows = spark_kv::store::inspect(&node.root.join("state/segments")).unwrap();
+    for two in rows.chunks_exact(2).filter(|two| two[0].file == two[1].file) {
+        let file = fs::File::options().read(true).write(true).open(&two[0].file).unwrap();
+        let record = |row: &spark_kv::store::Located| {
+            let mut bytes = vec![0; 4096 + row.payload_length as usize];
+            file.read_exact_at(&mut bytes, row.payload_offset - 4096).unwrap();
+            bytes
+        };
+        let (one, other) = (record(&two[0]), record(&two[1]));
+        assert_eq!(one.len(), other.len());
+        file.write_all_at(&other, two[0].payload_offset - 4096).unwrap();
+        file.write_all_at(&one, two[1].payload_offset - 4096).unwrap();
+        file.sync_all().unwrap();
+    }
 }
 
 fn damage_every_row(node: &Node) {
@@ -448,25 +490,39 @@ fn damage_every_row(node: &Node) {
 
 #[test]
 fn the_path_without_a_fault_is_clean() {
-    assert_eq!(run_with_mutant(None), Vec::<String>::new());
+    assert_eq!(run_with(None, None, Damage::None), Noticed::default());
+}
+
+#[test]
+fn damage_alone_costs_rows_and_never_gives_wrong_bytes() {
+    for damage in [Damage::Flipped, Damage::Swapped] {
+        let noticed = run_with(None, None, damage);
+        assert_eq!(noticed.wrong, Vec::<String>::new());
+        assert!(!noticed.missed.is_empty());
+    }
+}
+
+/// A release build has no mutants.
+fn mutants_exist() -> bool {
+    if !cfg!(debug_assertions) {
+        eprintln!("skipped: a release build has no mutants");
+    }
+    cfg!(debug_assertions)
 }
 
 macro_rules! caught {
     ($($name:ident: $mutant:literal,)*) => {$(
         #[test]
         fn $name() {
-            if !cfg!(debug_assertions) {
-                eprintln!("skipped: a release build has no mutants");
-                return;
+            if mutants_exist() {
+                let noticed = run_with(Some($mutant), Some($mutant), Damage::None);
+                assert_ne!(noticed, Noticed::default(), "{} went unnoticed", $mutant);
             }
-            let noticed = run_with_mutant(Some($mutant));
-            assert!(!noticed.is_empty(), "{} went unnoticed", $mutant);
         }
     )*};
 }
 
 caught! {
-    a_skipped_checksum_is_caught: "SkipChecksum",
     a_dropped_page_is_caught: "DropPage",
     a_stale_row_is_caught: "StaleRow",
     a_wrong_group_is_caught: "WrongGroup",
@@ -474,4 +530,35 @@ caught! {
     rows_shifted_by_one_are_caught: "ShiftByOne",
     a_load_done_early_is_caught: "EarlyDone",
     foreign_bytes_kept_are_caught: "KeepForeignBytes",
+}
+
+/// Checks that are skipped show only where there is something to catch; then wrong bytes come through, which is what
+/// must be seen.
+macro_rules! caught_as_wrong {
+    ($($name:ident: $a:expr, $b:expr, $damage:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            if mutants_exist() {
+                let noticed = run_with($a, $b, $damage);
+                assert!(!noticed.wrong.is_empty(), "went unnoticed: {noticed:?}");
+            }
+        }
+    )*};
+}
+
+caught_as_wrong! {
+    a_skipped_checksum_is_caught: Some("SkipChecksum"), None, Damage::Flipped;
+    a_skipped_key_check_is_caught: Some("SkipKeyCheck"), None, Damage::Swapped;
+    a_write_after_the_job_failed_is_caught: Some("LateWrite"), None, Damage::Flipped;
+}
+
+/// Node a hands out damaged rows unchecked; the receiver's own check must hold, and without it wrong bytes come through.
+#[test]
+fn the_receivers_check_holds_when_the_senders_is_gone_and_its_absence_is_caught() {
+    if !mutants_exist() {
+        return;
+    }
+    let from_peer = |noticed: &Noticed| noticed.wrong.iter().any(|what| what.starts_with("peer"));
+    assert!(!from_peer(&run_with(Some("SkipChecksum"), None, Damage::Flipped)));
+    assert!(from_peer(&run_with(Some("SkipChecksum"), Some("SkipReceiveCheck"), Damage::Flipped)));
 }

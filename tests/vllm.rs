@@ -7,13 +7,13 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
 
 use common::*;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-const MODEL: &str = "tiny";
+const MODEL: &str = "tiny-llama";
+const HYBRID: &str = "tiny-lfm2";
 
 /// Tokens of one row of the tiny models: vLLM's CPU block.
 const BLOCK: u64 = 128;
@@ -32,7 +32,11 @@ fn tokens(entry: &Value, source: &str) -> u64 {
 
 /// Asks and checks that at least `share` of the prompt came from `source`, and the text is `text` where given.
 fn ask(node: &Node, prompt: &str, source: &str, share: f64, text: Option<&str>) -> String {
-    let answer = complete(node, MODEL, prompt, 12);
+    ask_model(node, MODEL, prompt, source, share, text)
+}
+
+fn ask_model(node: &Node, model: &str, prompt: &str, source: &str, share: f64, text: Option<&str>) -> String {
+    let answer = complete(node, model, prompt, 12);
     let entry = node.request(&answer.id);
     let sum: u64 = ["device", "staging", "drive", "peer", "computed"].iter().map(|s| tokens(&entry, s)).sum();
     assert_eq!(sum, answer.prompt_tokens(), "sources add up to the prompt: {entry}");
@@ -100,6 +104,8 @@ fn llama_pair() {
     ask(&a, &prompt, "device", 0.9, Some(&text));
 
     // Another process, another box: from the peer's drive.
+    a.await_stored();
+    b.await_index_of(&a);
     ask(&b, &prompt, "peer", 0.9, Some(&text));
     ask(&b, &prompt, "device", 0.9, Some(&text));
 
@@ -124,6 +130,7 @@ fn llama_pair() {
 fn three_sessions_at_once(a: &Node) {
     let prompts: Vec<String> = (10..13).map(|seed| words(seed, 600)).collect();
     let texts: Vec<String> = prompts.iter().map(|p| ask(a, p, "computed", 0.99, None)).collect();
+    a.await_stored();
     forget(a);
     let loaded = a.metric("sparkkv_store_rows_loaded_total");
     let answers: Vec<Answer> = std::thread::scope(|scope| {
@@ -156,30 +163,25 @@ fn node_dies_and_vllm_serves(a: &mut Node, prompt: &str, text: &str) {
 
 /// Fifty prompts, one random row of each damaged on the drive: the hit ends exactly there, the text is the same.
 fn damaged_rows_end_the_hit_exactly(a: &Node) {
-    let before: Vec<_> = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
-    let prompts: Vec<(String, String)> = (100..150)
-        .map(|seed| {
-            let prompt = words(seed, 230);
-            let text = ask(a, &prompt, "computed", 0.99, None);
-            (prompt, text)
-        })
-        .collect();
-    forget(a);
-    let known: std::collections::HashSet<_> = before.iter().map(|r| r.key).collect();
-    let mut fresh: Vec<_> = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
-    fresh.retain(|r| !known.contains(&r.key));
-    // Prompts were asked one after the other, so a prompt's rows stand together and begin at the first block.
-    let mut chains: Vec<Vec<spark_kv::store::Located>> = Vec::new();
-    for row in fresh {
-        if row.position as u64 == BLOCK {
-            chains.push(Vec::new());
-        }
-        chains.last_mut().expect("a chain begins with its first block").push(row);
+    let folder = a.root.join("state/segments");
+    let rows = || spark_kv::store::inspect(&folder).unwrap();
+    a.await_stored();
+    let mut known: std::collections::HashSet<_> = rows().iter().map(|r| r.key).collect();
+    let mut prompts = Vec::new();
+    for seed in 100..150 {
+        let prompt = words(seed, 230);
+        let text = ask(a, &prompt, "computed", 0.99, None);
+        a.await_stored();
+        // What this prompt added, in prefix order; on the drive, rows of one job lie as their writes came.
+        let mut chain: Vec<_> = rows().into_iter().filter(|r| known.insert(r.key)).collect();
+        chain.sort_by_key(|r| r.position);
+        assert!(chain.len() >= 4, "{} rows of a prompt", chain.len());
+        prompts.push((prompt, text, chain));
     }
-    assert_eq!(chains.len(), prompts.len());
+    forget(a);
     let damaged = a.metric("sparkkv_store_rows_damaged_total");
     let mut broken = Vec::new();
-    for (n, chain) in chains.iter().enumerate() {
+    for (n, (_, _, chain)) in prompts.iter().enumerate() {
         let row = &chain[(n * 7 + 3) % chain.len()];
         let file = fs::File::options().read(true).write(true).open(&row.file).unwrap();
         let at = row.payload_offset + (n as u64 * 7919) % u64::from(row.payload_length);
@@ -189,7 +191,7 @@ fn damaged_rows_end_the_hit_exactly(a: &Node) {
         file.sync_all().unwrap();
         broken.push(u64::from(row.position) - BLOCK);
     }
-    for ((prompt, text), good) in prompts.iter().zip(broken) {
+    for ((prompt, text, _), good) in prompts.iter().zip(broken) {
         let answer = complete(a, MODEL, prompt, 12);
         assert_eq!(&answer.text(), text);
         assert_eq!(answer.cached_tokens(), good, "cached tokens end at the damage");
@@ -241,6 +243,7 @@ fn hits_larger_than_the_row_area_are_served() {
     node.await_ready(ENGINE_PATIENCE);
     let prompts: Vec<String> = (30..33).map(|seed| words(seed, 2400)).collect();
     let texts: Vec<String> = prompts.iter().map(|p| ask(&node, p, "computed", 0.99, None)).collect();
+    node.await_stored();
     forget(&node);
     ask(&node, &prompts[0], "drive", 0.2, Some(&texts[0]));
     forget(&node);
@@ -272,7 +275,7 @@ fn hybrid_pair() {
     let folder = tempfile::tempdir().unwrap();
     let (mut a, b) = pair(folder.path(), "cpu-tiny-hybrid");
     let prompt = words(1, 900);
-    let text = ask(&a, &prompt, "computed", 0.99, None);
+    let text = ask_model(&a, HYBRID, &prompt, "computed", 0.99, None);
     let groups = |node: &Node| {
         let mut groups: Vec<u32> = spark_kv::store::inspect(&node.root.join("state/segments"))
             .unwrap()
@@ -285,16 +288,19 @@ fn hybrid_pair() {
     };
     assert_eq!(groups(&a).len(), 2, "both groups are on the drive");
 
-    ask(&b, &prompt, "peer", 0.8, Some(&text));
+    a.await_stored();
+    b.await_index_of(&a);
+    ask_model(&b, HYBRID, &prompt, "peer", 0.8, Some(&text));
     kill_engine(&mut a);
-    ask(&a, &prompt, "drive", 0.8, Some(&text));
+    ask_model(&a, HYBRID, &prompt, "drive", 0.8, Some(&text));
 
     // A branch in mid-prompt ends at a snapshot before it, and gives what a cold run gives.
     let half = prompt.len() / 2;
     let branch = format!("{}{}", &prompt[..half], words(8, 200));
-    let cold = ask(&a, &branch, "computed", 0.3, None);
+    let cold = ask_model(&a, HYBRID, &branch, "computed", 0.3, None);
+    a.await_stored();
     forget(&a);
-    ask(&a, &branch, "drive", 0.3, Some(&cold));
+    ask_model(&a, HYBRID, &branch, "drive", 0.3, Some(&cold));
 
     // The last snapshot is damaged: the one before is used, or all is computed; the text is the same.
     let last = spark_kv::store::inspect(&a.root.join("state/segments")).unwrap();
@@ -308,12 +314,66 @@ fn hybrid_pair() {
     file.write_all_at(&[0xA5; 64], victim.payload_offset).unwrap();
     file.sync_all().unwrap();
     forget(&a);
-    let answer = complete(&a, MODEL, &prompt, 12);
+    let answer = complete(&a, HYBRID, &prompt, 12);
     assert_eq!(answer.text(), text);
     assert!(answer.cached_tokens() < u64::from(victim.position), "{answer:?}");
 
     drop(b);
-    std::thread::sleep(Duration::ZERO);
     assert_eq!(a.stop(), Some(0));
     a.await_gone();
+}
+
+/// A plugin that captures wrong bytes is blessed by every checksum. The canary must see it, turn the cache off, and say
+/// so; the engine goes on serving without it.
+fn canary_sees(mutant: &str, profile: &str) {
+    if offline() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/plugin/broken");
+    let plugin = folder.path().join("broken/run/plugin");
+    let settings = format!(
+        "[engine.env]\nVLLM_CPU_OMP_THREADS_BIND = \"nobind\"\nSPARK_KV_MUTANT = \"{mutant}\"\nPYTHONPATH = \"{tests}:{}\"\n",
+        plugin.display()
+    );
+    let mut node = Node::start(
+        folder.path(),
+        &Spec { name: "broken", profile, settings: &settings, join: None, mutant: None },
+    );
+    node.await_ready(ENGINE_PATIENCE);
+    let state = node.state().unwrap();
+    assert_eq!(state["node"]["cache"]["on"], false, "{mutant} went unnoticed: {state}\n{}", node.tell());
+    let alerts = get_json(&node.url("/api/v1/alerts")).unwrap().to_string();
+    assert!(alerts.contains("tier-off"), "{alerts}");
+    let model = profile.replace("cpu-tiny-hybrid", "tiny-lfm2").replace("cpu-tiny", "tiny-llama");
+    let first = complete(&node, &model, &words(3, 300), 8);
+    let again = complete(&node, &model, &words(3, 300), 8);
+    assert_eq!(first.text(), again.text());
+    assert_eq!(node.stop(), Some(0));
+    node.await_gone();
+}
+
+#[test]
+fn canary_sees_a_row_captured_before_its_copy() {
+    canary_sees("CaptureEarly", "cpu-tiny");
+}
+
+#[test]
+fn canary_sees_a_dropped_page() {
+    canary_sees("PageDropped", "cpu-tiny");
+}
+
+#[test]
+fn canary_sees_blocks_shifted_by_one() {
+    canary_sees("ShiftByOne", "cpu-tiny");
+}
+
+#[test]
+fn canary_sees_a_stale_row() {
+    canary_sees("StaleRow", "cpu-tiny");
+}
+
+#[test]
+fn canary_sees_the_wrong_group() {
+    canary_sees("WrongGroup", "cpu-tiny-hybrid");
 }

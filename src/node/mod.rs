@@ -259,9 +259,18 @@ fn serve(
     Ok(())
 }
 
+/// Where clients reach this node. An IPv6 address stands in brackets.
+fn public_url(parts: &Parts) -> String {
+    let (address, port) = (&parts.settings.listen.address, parts.ports.public);
+    match address.parse::<std::net::IpAddr>() {
+        Ok(ip) => format!("http://{}", std::net::SocketAddr::new(ip, port)),
+        Err(_) => format!("http://{address}:{port}"),
+    }
+}
+
 /// Leaves a note for `spark-kv status`, and a line in the log.
 fn say_where(parts: &Parts) -> Result<(), Error> {
-    let url = format!("http://{}:{}", parts.settings.listen.address, parts.ports.public);
+    let url = public_url(parts);
     let name = parts.settings.node.name.clone();
     tracing::info!(%url, name, generation = parts.generation, "the node answers");
     let file = NodeFile { url, pid: std::process::id(), name, started_unix: parts.started_unix };

@@ -71,7 +71,11 @@ pub async fn keep_ledger(parts: Parts) {
             outcome = outcomes.recv() => match outcome {
                 Ok(outcome) => {
                     learn(&parts, &mut pace, &outcome);
-                    parts.ledger.lock().add(entry(outcome));
+                    // Polls of the model list would push real requests out of a bounded ledger.
+                    if outcome.endpoint.generates() {
+                        let engine_id = outcome.engine_id.clone();
+                        parts.ledger.lock().add_known(entry(outcome), &engine_id);
+                    }
                 }
                 Err(RecvError::Lagged(missed)) => tracing::warn!(missed, "the ledger fell behind: requests are missing in it"),
                 Err(RecvError::Closed) => return,
@@ -103,7 +107,7 @@ fn learn(parts: &Parts, pace: &mut Pace, outcome: &router::Outcome) {
 fn entry(outcome: router::Outcome) -> Request {
     let tokens = |count: Option<u64>| count.and_then(|n| u32::try_from(n).ok());
     let millis = |span: Duration| u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
-    let usage = outcome.usage.clone().unwrap_or_default();
+    let usage = outcome.usage.unwrap_or_default();
     Request {
         id: outcome.id,
         endpoint: outcome.endpoint.name().to_owned(),
@@ -237,7 +241,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
         version: env!("CARGO_PKG_VERSION").into(),
         generation: parts.generation,
         started_unix: parts.started_unix,
-        url: format!("http://{}:{}", parts.settings.listen.address, parts.ports.public),
+        url: super::public_url(parts),
         needs_key: parts.needs_key,
         engine: EngineState {
             phase: format!("{:?}", engine.phase).to_lowercase(),

@@ -311,12 +311,15 @@ impl Node {
         });
     }
 
+    /// Whether this node knows as many rows of `peer` as that one holds.
+    pub fn knows_index_of(&self, peer: &Self) -> bool {
+        let known = self.metric("sparkkv_cluster_peer_keys");
+        known > 0.0 && known == peer.metric("sparkkv_store_rows")
+    }
+
     /// Waits until this node knows every row that `peer` holds.
     pub fn await_index_of(&self, peer: &Self) {
-        await_some("the peer's index", PATIENCE, || {
-            let known = self.metric("sparkkv_cluster_peer_keys");
-            (known > 0.0 && known == peer.metric("sparkkv_store_rows")).then_some(())
-        });
+        await_some("the peer's index", PATIENCE, || self.knows_index_of(peer).then_some(()));
     }
 
     /// The ledger's entry of one request, once its sources are known.
