@@ -266,6 +266,11 @@ fn processes_of(root: &Path) -> Vec<u32> {
         .collect()
 }
 
+fn zombies_of(parent: u32) -> Vec<u32> {
+    let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap();
+    children.split(' ').filter_map(|pid| pid.parse().ok()).filter(|&pid| !lives(pid)).collect()
+}
+
 /// Not a zombie either: what collects those of a killed keeper is the box's business.
 fn lives(pid: u32) -> bool {
     Identity::of(pid).is_some_and(Identity::lives)
@@ -334,6 +339,7 @@ fn a_killed_guard_takes_the_engine_with_it_and_another_one_is_started() {
     let second = b.wait("another engine", || Some(b.view()).filter(|v| v.is_ready() && v.pid != first.pid));
     assert_ne!(second.engine_id, first.engine_id);
     assert!(!lives(stubborn), "the first engine's child is gone");
+    assert_eq!(zombies_of(b.keeper()), Vec::<u32>::new(), "what became the keeper's is collected");
     assert_eq!(b.stop(), 0);
     b.nobody_left();
 }

@@ -453,13 +453,18 @@ fn end_round(record: &Record) -> bool {
     let mut alone = true;
     for left in all.iter().filter(|s| known(s) && s.pid != std::process::id()) {
         let pid = Pid::from_raw(left.pid.cast_signed());
-        if left.state == 'Z' {
-            // Ours to collect when we have become its parent; else its parent's.
-            let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
+        if left.state != 'Z' {
+            alone = false;
+            let _ = kill(pid, Signal::SIGKILL);
             continue;
         }
-        alone = false;
-        let _ = kill(pid, Signal::SIGKILL);
+        // A process is a zombie by name while its threads still let go of their memory. One of ours is collected
+        // when they have; one of a parent that is still to end becomes ours then; others are not ours to collect.
+        alone &= match waitpid(pid, Some(WaitPidFlag::WNOHANG)) {
+            Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => false,
+            Ok(_) => true,
+            Err(_) => !all.iter().any(|s| s.pid == left.parent && known(s)),
+        };
     }
     alone
 }
