@@ -440,6 +440,34 @@ fn check_private(folder: &Path) {
 }
 
 #[tokio::test]
+async fn nodes_that_dial_each_other_at_the_same_moment_end_up_with_one_session() {
+    let tasks = Tasks::new();
+    // Addresses that stay over restarts, as ports do outside of tests.
+    let (at_a, at_b) = (Proxy::start(&tasks).await, Proxy::start(&tasks).await);
+    let (mut a, mut b) = (Home::new("a"), Home::new("b"));
+    a.seen_as.control = Some(at_a.address.clone());
+    b.seen_as.control = Some(at_b.address.clone());
+    for generation in 1..8 {
+        let first = a.start(generation, None).await;
+        *at_a.to.lock() = first.cluster.control_address().to_owned();
+        let join = (generation == 1).then(|| first.cluster.invite());
+        let second = b.start(generation, join).await;
+        *at_b.to.lock() = second.cluster.control_address().to_owned();
+        first.hold(0..10).await;
+        second.hold(50..60).await;
+        first.learns(|held| held.len() == 10).await;
+        second.learns(|held| held.len() == 10).await;
+        let rows = area(10);
+        // A session that is replaced meanwhile takes neither the index nor the rails with it.
+        assert_eq!(second.cluster.fetch(&rows, items(0..10), None).await, [Outcome::FromPeer; 10]);
+        assert_eq!(first.cluster.fetch(&rows, items(50..60), None).await, [Outcome::FromPeer; 10]);
+        assert!(first.is_connected() && second.is_connected());
+        end([first, second]).await;
+    }
+    tasks.stop(Duration::from_secs(5)).await;
+}
+
+#[tokio::test]
 async fn different_facts_are_named_on_both_nodes_and_no_key_is_used() {
     let (first, second) = joined(&Home::new("a"), &Home::new("b")).await;
     first.hold(0..5).await;
