@@ -246,11 +246,10 @@ impl Session {
         let out = Vec::new();
         let mut session =
             Self { shared, stream, inbox, out, mover, ledger, held, back, ended, pushed, told, seat };
+        // Before WELCOME: an engine that heard it is the one that others see here.
+        session.shared.sat_down(&session.seat, facts.clone(), slots);
         match session.welcome(&facts, slots, table).await {
-            Ok(()) => {
-                session.shared.sat_down(&session.seat, facts, slots);
-                Ok(session)
-            }
+            Ok(()) => Ok(session),
             Err(error) => {
                 session.shared.store.detach(session.mover.rows.id).await;
                 Err((Turned::Io(error), session.stream))
