@@ -404,7 +404,25 @@ let heard = 0;
 let since = Date.now();
 let stream;
 
-function listen() {
+// Where requests need a key, the page needs one too. It is kept in a cookie of this site, because an event stream
+// cannot carry a header.
+async function allowed() {
+  const answer = await fetch("api/v1/alerts").catch(() => null);
+  const refused = answer !== null && answer.status === 401;
+  at("key").hidden = !refused;
+  return !refused;
+}
+at("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = encodeURIComponent(at("key-text").value.trim());
+  document.cookie = `sparkkv_key=${key}; path=/; SameSite=Strict; max-age=31536000`;
+  at("key-text").value = "";
+  listen();
+});
+
+async function listen() {
+  if (stream) stream.close();
+  if (!(await allowed())) return;
   stream = new EventSource("api/v1/events");
   stream.addEventListener("state", (event) => {
     const state = JSON.parse(event.data);
@@ -428,7 +446,7 @@ function told() {
 }
 setInterval(() => {
   told();
-  if (stream.readyState === EventSource.CLOSED) listen();
+  if (stream && stream.readyState === EventSource.CLOSED) listen();
 }, 2000);
 
 // Colours: the system's, or the reader's choice.

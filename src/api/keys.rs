@@ -31,6 +31,29 @@ pub enum Error {
 /// Shorter keys can be guessed over the network.
 const KEY_MIN: usize = 8;
 
+/// The page's cookie. It is set by the page itself, for this site only.
+const COOKIE: &str = "sparkkv_key=";
+
+/// Undoes `encodeURIComponent`. What is no escape stays as it is.
+fn unescaped(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        let escaped = (*first == b'%').then(|| tail.get(..2)).flatten();
+        match escaped.and_then(|two| u8::from_str_radix(std::str::from_utf8(two).ok()?, 16).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &tail[2..];
+            }
+            None => {
+                bytes.push(*first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 impl std::fmt::Debug for Keys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.0.iter().flatten().map(|key| &key.name)).finish()
@@ -67,6 +90,25 @@ impl Keys {
 
     pub fn required(&self) -> bool {
         self.0.is_some()
+    }
+
+    /// Adds a key for programs of this machine's own user (`spark-kv status`). Without other keys none is needed.
+    #[must_use]
+    pub fn with_local(mut self, key: &str) -> Self {
+        if let Some(keys) = &mut self.0 {
+            keys.push(Key { name: "local".into(), hash: Sha256::digest(key).into() });
+        }
+        self
+    }
+
+    /// As [`Self::check`], for what only reads: a page cannot set headers on its event stream, so its cookie counts too.
+    pub fn check_viewer(&self, headers: &HeaderMap) -> Result<Option<&str>, Refusal> {
+        let cookies = headers.get_all(header::COOKIE).iter().filter_map(|value| value.to_str().ok());
+        let key = cookies.flat_map(|line| line.split(';')).find_map(|pair| pair.trim().strip_prefix(COOKIE));
+        let Some(value) = key.and_then(|key| format!("Bearer {}", unescaped(key)).parse().ok()) else {
+            return self.check(headers);
+        };
+        self.check(&HeaderMap::from_iter([(header::AUTHORIZATION, value)]))
     }
 
     /// The name of the key that a request brings. None: no key is needed.
@@ -131,6 +173,18 @@ mod tests {
         ] {
             assert_eq!(keys.check(&headers(name, value)), Err(Refusal::NoKey), "{value}");
         }
+    }
+
+    #[test]
+    fn a_viewer_may_bring_the_key_in_a_cookie_and_a_client_may_not() {
+        let keys = keys("ann:secret%of ann").unwrap().with_local("made-at-start");
+        let cookie = headers("cookie", "theme=dark; sparkkv_key=secret%25of%20ann");
+        assert_eq!(keys.check_viewer(&cookie), Ok(Some("ann")));
+        assert_eq!(keys.check(&cookie), Err(Refusal::NoKey));
+        assert_eq!(keys.check_viewer(&headers("cookie", "sparkkv_key=wrong%")), Err(Refusal::NoKey));
+        assert_eq!(keys.check_viewer(&headers("authorization", "Bearer made-at-start")), Ok(Some("local")));
+        assert_eq!(keys.check_viewer(&HeaderMap::new()), Err(Refusal::NoKey));
+        assert!(!Keys::none().with_local("made-at-start").required());
     }
 
     #[test]

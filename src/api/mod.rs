@@ -14,7 +14,25 @@ mod serve;
 pub use keys::{Error as KeysError, Keys};
 pub use serve::{serve, serve_relays};
 
-/// What listens on the public port: the open API, and what else the node serves there.
-pub fn assemble(open: &open::Open, more: axum::Router) -> axum::Router {
-    open.routes(open::Entry::Public).merge(more)
+/// What listens on the public port: the open API, and what operators look at. Where requests need a key, so does
+/// whatever tells about them; the page itself and `/healthz` do not.
+pub fn assemble(open: &open::Open, faces: axum::Router) -> axum::Router {
+    let keys = open.keys().clone();
+    let guarded =
+        axum::middleware::from_fn(move |request: axum::extract::Request, next: axum::middleware::Next| {
+            let path = request.uri().path();
+            let tells = path == "/metrics" || path.starts_with("/api/");
+            let refused = tells && keys.check_viewer(request.headers()).is_err();
+            async move {
+                if refused {
+                    let body = axum::Json(serde_json::json!({"error": {"message": "an API key is needed"}}));
+                    return axum::response::IntoResponse::into_response((
+                        http::StatusCode::UNAUTHORIZED,
+                        body,
+                    ));
+                }
+                next.run(request).await
+            }
+        });
+    open.routes(open::Entry::Public).merge(faces.layer(guarded))
 }

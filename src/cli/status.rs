@@ -24,14 +24,15 @@ const ANSWER_MAX: u64 = 8 << 20;
 const SHOWN: usize = 10;
 
 pub(super) fn show(status: &Status) -> anyhow::Result<Exit> {
-    let url = match &status.url {
-        Some(url) => url.clone(),
+    let (url, key) = match &status.url {
+        // A node of another machine's user: a key of ours would mean nothing to it.
+        Some(url) => (url.clone(), String::new()),
         None => {
             let loaded = load(&status.layers.inputs().with_environment())?;
             find(&loaded.places.node_file())?
         }
     };
-    let body = get(&url, "/api/v1/state")?;
+    let body = get(&url, "/api/v1/state", &key)?;
     let state: State = serde_json::from_slice(&body).map_err(|error| {
         not_found(format!("what answers at {url} is no spark-kv of this version: {error}"))
     })?;
@@ -52,7 +53,8 @@ fn not_found(what: String) -> anyhow::Error {
     Told { exit: Exit::NotFound, what }.into()
 }
 
-fn find(node_file: &Path) -> anyhow::Result<String> {
+/// URL and key.
+fn find(node_file: &Path) -> anyhow::Result<(String, String)> {
     let missing = |why: &dyn std::fmt::Display| {
         not_found(format!(
             "no running node: {} {why}; start one with `spark-kv up`, or name it with --root or --url",
@@ -65,11 +67,11 @@ fn find(node_file: &Path) -> anyhow::Result<String> {
     })?;
     let file: NodeFile =
         serde_json::from_slice(&text).map_err(|error| missing(&format!("is damaged: {error}")))?;
-    Ok(file.url)
+    Ok((file.url, file.key))
 }
 
 /// One request, one answer, connection closed: all that a status needs, without a runtime.
-fn get(url: &str, path: &str) -> anyhow::Result<Vec<u8>> {
+fn get(url: &str, path: &str, key: &str) -> anyhow::Result<Vec<u8>> {
     let Some(host) = url.strip_prefix("http://").map(|rest| rest.split('/').next().unwrap_or_default())
     else {
         return Err(Told { exit: Exit::Usage, what: format!("`{url}` must begin with `http://`") }.into());
@@ -78,8 +80,9 @@ fn get(url: &str, path: &str) -> anyhow::Result<Vec<u8>> {
     let mut stream = connect(host).map_err(silent)?;
     stream.set_read_timeout(Some(PATIENCE)).map_err(silent)?;
     stream.set_write_timeout(Some(PATIENCE)).map_err(silent)?;
+    let key = if key.is_empty() { String::new() } else { format!("Authorization: Bearer {key}\r\n") };
     let ask = format!(
-        "GET {path} HTTP/1.0\r\nHost: {host}\r\nAccept: application/json\r\nConnection: close\r\n\r\n"
+        "GET {path} HTTP/1.0\r\nHost: {host}\r\n{key}Accept: application/json\r\nConnection: close\r\n\r\n"
     );
     stream.write_all(ask.as_bytes()).map_err(silent)?;
     let mut answer = Vec::new();

@@ -141,6 +141,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         true => api::Keys::none(),
         false => api::Keys::read(&settings.listen.api_keys_file)?,
     };
+    let local_key = hex::encode(rand::random::<[u8; 16]>());
+    let keys = keys.with_local(&local_key);
     let router = Router::new(
         router::Options {
             name: settings.node.name.clone(),
@@ -173,7 +175,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
     serve(&parts, judge, open, listener, meter)?;
-    say_where(&parts)?;
+    say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
 }
 
@@ -269,11 +271,11 @@ fn public_url(parts: &Parts) -> String {
 }
 
 /// Leaves a note for `spark-kv status`, and a line in the log.
-fn say_where(parts: &Parts) -> Result<(), Error> {
+fn say_where(parts: &Parts, key: String) -> Result<(), Error> {
     let url = public_url(parts);
     let name = parts.settings.node.name.clone();
     tracing::info!(%url, name, generation = parts.generation, "the node answers");
-    let file = NodeFile { url, pid: std::process::id(), name, started_unix: parts.started_unix };
+    let file = NodeFile { url, pid: std::process::id(), name, started_unix: parts.started_unix, key };
     let path = parts.places.node_file();
     let text = serde_json::to_vec_pretty(&file).expect("plain data has a JSON form");
     write_whole(&path, &text).map_err(|source| Error::File { what: "write", path, source })

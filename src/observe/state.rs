@@ -217,6 +217,8 @@ pub struct NodeFile {
     pub pid: u32,
     pub name: String,
     pub started_unix: u64,
+    /// Opens what tells about requests, where keys are in use. Made at each start; the file is its owner's only.
+    pub key: String,
 }
 
 #[cfg(test)]
