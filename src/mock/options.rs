@@ -200,7 +200,7 @@ mod tests {
     fn what_cannot_be_is_said() {
         for (base, over, said) in [
             ("{", "{}", "SPARK_KV_MOCK"),
-            ("{}", "[]", "--shape"),
+            ("{}", "7", "--shape"),
             ("{\"row_bytes\": 5000}", "{}", "row_bytes"),
             ("{}", "{\"rows\": 0}", "rows"),
         ] {
