@@ -3,6 +3,12 @@
 //!
 //! Engines take most of a minute to start on two cores, so the tests of one model share one pair.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test that cannot go on says where, and why it was skipped"
+)]
+
 mod common;
 
 use std::fs;

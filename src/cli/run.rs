@@ -67,7 +67,7 @@ fn orders(loaded: Loaded, node: NodeCommand) -> keeper::Options {
         node,
         own: Own::this(),
         cache: provision::cache_folder(),
-        say: Arc::new(|line| out::say(line)),
+        say: Arc::new(out::say),
     }
 }
 

@@ -1,7 +1,13 @@
 //! Real processes for tests: nodes started by `spark-kv up` in a folder of the test's own, on loopback ports of its
 //! own. A node ends with its test, whole process tree and all, also when the test panics.
 
-#![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses its own part of this")]
+#![allow(
+    dead_code,
+    clippy::allow_attributes,
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "each test binary uses its own part of this"
+)]
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
