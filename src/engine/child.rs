@@ -36,6 +36,17 @@ pub struct Child {
     words: Option<ChildStdin>,
     record: PathBuf,
     drained: tokio::sync::mpsc::Receiver<()>,
+    end: End,
+}
+
+/// How far [`Child::ended`] has come. Kept here because it is dropped and called again whenever something else
+/// happens first: an end that began anew each time would never come to its own limits.
+#[derive(Default)]
+struct End {
+    sweeping: Option<tokio::task::JoinHandle<io::Result<()>>>,
+    /// Why something is left, if so.
+    swept: Option<Result<(), String>>,
+    drain_until: Option<tokio::time::Instant>,
 }
 
 impl Child {
@@ -74,7 +85,7 @@ impl Child {
             });
         }
         let words = guard.stdin.take();
-        Ok(Self { guard, words, record, drained })
+        Ok(Self { guard, words, record, drained, end: End::default() })
     }
 
     /// Process group of the command, once the guard has told it.
@@ -101,17 +112,57 @@ impl Child {
         }
     }
 
-    /// Waits until nothing of the command is left, and says how it ended. May be dropped and called again.
+    /// Waits until nothing of the command is left, and says how it ended. May be dropped and called again: it goes on
+    /// where it was.
     pub async fn ended(&mut self) -> String {
         let status = self.guard.wait().await;
-        let record = self.record.clone();
-        // The guard removes its record when its work is done; what it left is finished here.
-        let swept = tokio::task::spawn_blocking(move || guard::sweep(&record)).await;
-        let _ = tokio::time::timeout(DRAIN, self.drained.recv()).await;
-        match (status, swept) {
-            (_, Ok(Err(error))) => error.to_string(),
+        if self.end.swept.is_none() {
+            // The guard removes its record when its work is done; what it left is finished here.
+            let record = self.record.clone();
+            let sweeping = self
+                .end
+                .sweeping
+                .get_or_insert_with(|| tokio::task::spawn_blocking(move || guard::sweep(&record)));
+            let swept = sweeping.await;
+            self.end.sweeping = None;
+            self.end.swept = Some(swept.unwrap_or(Ok(())).map_err(|error| error.to_string()));
+        }
+        let until = *self.end.drain_until.get_or_insert_with(|| tokio::time::Instant::now() + DRAIN);
+        let _ = tokio::time::timeout_at(until, self.drained.recv()).await;
+        match (status, &self.end.swept) {
+            (_, Some(Err(error))) => error.clone(),
             (Ok(status), _) => guard::describe(status),
             (Err(error), _) => format!("cannot be waited for: {error}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A child whose processes are gone while somebody outside still holds its pipes.
+    fn held_open() -> (Child, tokio::sync::mpsc::Sender<()>) {
+        let guard = Command::new("true").spawn().unwrap();
+        let (open, drained) = tokio::sync::mpsc::channel(1);
+        let record = PathBuf::from("/nonexistent/engine.record");
+        (Child { guard, words: None, record, drained, end: End::default() }, open)
+    }
+
+    #[tokio::test]
+    async fn an_end_that_is_interrupted_again_and_again_keeps_its_limits() {
+        let (mut child, _open) = held_open();
+        child.guard.wait().await.unwrap();
+        // Probes of an engine interrupt once a second; here it is at every turn.
+        while child.end.drain_until.is_none() {
+            assert!(futures_util::poll!(std::pin::pin!(child.ended())).is_pending());
+            tokio::task::yield_now().await;
+        }
+        let until = child.end.drain_until;
+        assert!(futures_util::poll!(std::pin::pin!(child.ended())).is_pending(), "the pipes are open");
+        assert_eq!(child.end.drain_until, until, "the limit does not move");
+        assert!(child.end.sweeping.is_none() && child.end.swept == Some(Ok(())), "swept once");
+        child.end.drain_until = Some(tokio::time::Instant::now());
+        assert_eq!(child.ended().await, "ended with code 0");
     }
 }
