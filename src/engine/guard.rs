@@ -364,8 +364,8 @@ impl Guard {
         self.noted = Some(Instant::now());
         let before = self.record.clone();
         let all = process::descendants(std::process::id());
-        self.record.processes =
-            all.iter().map(|s| Identity { pid: s.pid, started: s.started }).take(NOTED_MAX).collect();
+        let known = std::mem::take(&mut self.record.processes);
+        self.record.processes = note_of(known, self.record.group, &all);
         self.record.shm.retain(|path| path.exists());
         self.record.shm.extend(mapped_shm(&all, self.began.1));
         while self.record.shm.len() > NOTED_MAX {
@@ -375,6 +375,15 @@ impl Guard {
             self.record.write(&self.path);
         }
     }
+}
+
+/// Who is noted from now on: everybody there is, and the group's first process also when it is gone. By its start
+/// time it is told whether the group's number belongs to somebody else by then.
+fn note_of(known: Vec<Identity>, group: u32, all: &[process::Stat]) -> Vec<Identity> {
+    let first = known.into_iter().find(|p| p.pid == group);
+    let others = all.iter().filter(|s| first.is_none_or(|f| f.pid != s.pid));
+    let others = others.map(|s| Identity { pid: s.pid, started: s.started });
+    first.into_iter().chain(others).take(NOTED_MAX).collect()
 }
 
 enum Word {
@@ -485,4 +494,29 @@ pub fn describe(status: ExitStatus) -> String {
 /// Goes to the engine's log: the guard has no other voice.
 fn say(text: &str) {
     let _ = writeln!(io::stderr(), "spark-kv guard: {text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The number of a group whose first process ended may be given to a stranger once the group is empty.
+    #[test]
+    fn a_process_that_got_the_number_of_a_group_that_is_gone_is_left_alone() {
+        let mut stranger = Command::new("sleep").arg("600").process_group(0).spawn().unwrap();
+        let now = Identity::of(stranger.id()).unwrap();
+        let before = Identity { pid: now.pid, started: now.started - 1 };
+        let record = Record {
+            boot: boot(),
+            guard: Identity { pid: now.pid, started: 0 },
+            group: now.pid,
+            processes: note_of(vec![before], now.pid, &[]),
+            shm: BTreeSet::new(),
+        };
+        let alone = end_round(&record);
+        let lives = now.lives();
+        stranger.kill().unwrap();
+        stranger.wait().unwrap();
+        assert!(alone && lives);
+    }
 }
