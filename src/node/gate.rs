@@ -17,10 +17,17 @@ use crate::engine::canary::{Order, Verdict};
 use crate::engine::{View, canary};
 use crate::router::{Fit, Own};
 use crate::settings::EngineKind;
-use crate::tasks::log_slow;
+use crate::tasks::{Kind, log_slow};
 
-/// An engine that is ready has loaded its plugin long ago, and the plugin dials four times a second while it lives.
+/// How long the plugin of an engine that is ready is awaited. It dials four times a second while the engine steps; an
+/// engine without requests does not step, so it is made to ([`canary::knock`]) when nobody came within [`KNOCK_AFTER`].
 const PLUGIN_PATIENCE: Duration = Duration::from_secs(15);
+
+/// A plugin that found the node when its engine started is there already.
+const KNOCK_AFTER: Duration = Duration::from_secs(1);
+
+/// One step finds out that the connection is lost, the next one dials; the third is for a node that was slow.
+const KNOCKS: u32 = 3;
 
 /// What is known about the cache of the running engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,6 +40,11 @@ pub struct Judged {
 }
 
 impl Judged {
+    /// Whether this is about this very engine. Without an id of ours nobody can say.
+    fn is_of(&self, view: &View) -> bool {
+        !self.engine_id.is_empty() && self.engine_id == view.engine_id
+    }
+
     pub fn fault(&self) -> Option<Fault> {
         let reason = self.tier.as_ref()?.as_ref().err()?;
         let code = if self.plugin_missing { Code::PluginMissing } else { Code::TierOff };
@@ -61,13 +73,20 @@ pub async fn run(parts: Parts, judge: watch::Sender<Judged>) {
 async fn follow(parts: &Parts, judge: &watch::Sender<Judged>, view: &View) {
     if !view.is_ready() {
         close(parts, view, format!("its engine is {:?}", view.phase).to_lowercase());
+        if view.engine_id.is_empty() {
+            // An attached engine has no id of ours: what comes back may be another one.
+            judge.send_replace(Judged::default());
+        }
         return;
     }
     if judge.borrow().engine_id != view.engine_id || judge.borrow().tier.is_none() {
         close(parts, view, "its cache is being checked".into());
         let judged = recall(parts, view).unwrap_or_default();
         let judged = match judged.tier {
-            Some(_) => judged,
+            Some(_) => {
+                bring_plugin_back(parts, view);
+                judged
+            }
             None => log_slow("the canary", Duration::from_secs(30), check(parts, view)).await,
         };
         apply(parts, &judged);
@@ -97,7 +116,15 @@ fn verdict_file(parts: &Parts) -> PathBuf {
 fn recall(parts: &Parts, view: &View) -> Option<Judged> {
     let text = std::fs::read(verdict_file(parts)).ok()?;
     let judged: Judged = serde_json::from_slice(&text).ok()?;
-    (judged.engine_id == view.engine_id).then_some(judged)
+    judged.is_of(view).then_some(judged)
+}
+
+/// An engine that went on without a node notices the new one at its next request: better at one of ours.
+fn bring_plugin_back(parts: &Parts, view: &View) {
+    let (tasks, parts, view) = (parts.tasks.clone(), parts.clone(), view.clone());
+    tasks.spawn(Kind::Chore, "knock", async move {
+        plugin(&parts, &view).await;
+    });
 }
 
 fn apply(parts: &Parts, judged: &Judged) {
@@ -152,16 +179,36 @@ async fn check(parts: &Parts, view: &View) -> Judged {
 
 /// Waits for the plugin of this engine. Tokens of its largest row.
 async fn plugin(parts: &Parts, view: &View) -> Option<u32> {
-    let wait = async {
-        loop {
-            if let Some(facts) = parts.door.engine()
-                && (facts.hello.engine_id == view.engine_id
-                    || parts.settings.engine.kind == EngineKind::Attached)
-            {
-                return facts.hello.groups.iter().map(|group| group.tokens_per_row).max();
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
+    for _ in 0..KNOCKS {
+        if let Ok(found) = tokio::time::timeout(KNOCK_AFTER, seen(parts, view)).await {
+            return found;
         }
-    };
-    tokio::time::timeout(PLUGIN_PATIENCE, wait).await.ok().flatten()
+        canary::knock(&view.url, &view.served_name).await;
+    }
+    tokio::time::timeout(PLUGIN_PATIENCE, seen(parts, view)).await.ok().flatten()
+}
+
+async fn seen(parts: &Parts, view: &View) -> Option<u32> {
+    loop {
+        if let Some(facts) = parts.door.engine()
+            && (facts.hello.engine_id == view.engine_id || parts.settings.engine.kind == EngineKind::Attached)
+        {
+            return facts.hello.groups.iter().map(|group| group.tokens_per_row).max();
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_is_good_for_the_engine_it_was_made_of_and_for_none_without_an_id() {
+        let judged = |id: &str| Judged { engine_id: id.into(), tier: Some(Ok(())), plugin_missing: false };
+        let view = |id: &str| View { engine_id: id.into(), ..View::default() };
+        assert!(judged("spark-a-1").is_of(&view("spark-a-1")));
+        assert!(!judged("spark-a-1").is_of(&view("spark-a-2")));
+        assert!(!judged("").is_of(&view("")), "an attached engine may be another one each time");
+    }
 }
