@@ -633,6 +633,18 @@ async fn a_client_that_closes_after_the_last_event_did_not_hang_up() {
 }
 
 #[tokio::test]
+async fn an_answer_without_a_body_is_whole_and_nobody_hung_up() {
+    let tasks = Tasks::new();
+    let mut engine = Engine::start(&tasks).await;
+    let mut node = Node::alone(&tasks, &engine.url).await;
+    let client = node.post(CHAT, HI).await;
+    engine.next().await.reply.send(answer(500, "application/json", "")).unwrap();
+    assert_eq!(client.answer().await.status, 500);
+    let outcome = node.outcome().await;
+    assert_eq!((outcome.status, outcome.end), (500, End::Whole));
+}
+
+#[tokio::test]
 async fn hanging_up_reaches_the_other_nodes_engine() {
     let tasks = Tasks::new();
     let mut engine = Engine::start(&tasks).await;

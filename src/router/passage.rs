@@ -37,7 +37,12 @@ impl Passage {
         events: bool,
         flight: Flight,
     ) -> Self {
-        Self { held, rest, wait: Wait::new(idle), events, flight }
+        let mut this = Self { held, rest, wait: Wait::new(idle), events, flight };
+        // A body that is empty is never asked for its frames.
+        if this.at_end() {
+            this.flight.ended(End::Whole);
+        }
+        this
     }
 
     /// A body of our own making, for an answer that no engine gave.
