@@ -405,6 +405,19 @@ async fn a_token_for_another_nodes_key_is_not_shown_to_whoever_answers() {
 }
 
 #[tokio::test]
+async fn somebody_else_at_one_address_of_a_token_does_not_end_the_search() {
+    let (a, b, c) = (Home::new("a"), Home::new("b"), Home::new("c"));
+    let (first, other) = (a.start(1, None).await, c.start(1, None).await);
+    let right = first.cluster.control_address();
+    let both = format!("{},{right}", other.cluster.control_address());
+    let second = b.start(1, Some(first.cluster.invite().replace(right, &both))).await;
+    until("the session", || first.is_connected() && second.is_connected()).await;
+    assert!(other.cluster.members().is_empty() && second.causes(Code::JoinRefused).is_empty());
+    other.end().await;
+    end([first, second]).await;
+}
+
+#[tokio::test]
 async fn after_restarts_nodes_find_each_other_by_their_keys_also_at_new_ports() {
     let (a, b) = (Home::new("a"), Home::new("b"));
     let (first, second) = joined(&a, &b).await;

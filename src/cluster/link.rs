@@ -55,6 +55,9 @@ enum Failure {
     /// The other side, or this one, said no.
     #[error("{0}")]
     Refused(String),
+    /// Somebody else answers at this address; the node may be at another.
+    #[error("{0}")]
+    Another(String),
 }
 
 impl From<tokio::time::error::Elapsed> for Failure {
@@ -269,6 +272,7 @@ pub async fn join(inner: Arc<Inner>, token: Token) {
     let stopping = shared.tasks.stopping();
     let (since, mut pause) = (shared.clock.now(), PAUSE_FIRST);
     loop {
+        let mut others = 0;
         for address in &token.addresses {
             if shared.knows(token.fingerprint) {
                 shared.set_join(Join::None);
@@ -291,7 +295,12 @@ pub async fn join(inner: Arc<Inner>, token: Token) {
                     run(inner.clone(), of, greeted, true).await;
                     return;
                 }
-                Err(Failure::Refused(reason)) => {
+                // A host's name may mean another box here, even this one: only when no address is right it is over.
+                Err(Failure::Another(reason)) if others + 1 < token.addresses.len() => {
+                    tracing::info!(address, reason, "not the node of the join token");
+                    others += 1;
+                }
+                Err(Failure::Refused(reason) | Failure::Another(reason)) => {
                     tracing::error!(address, reason, "the other node did not let this one in");
                     shared.set_join(Join::Refused(format!("the node at {address} said: {reason}")));
                     return;
@@ -334,7 +343,7 @@ async fn greet_out(
         Ok(opened) => opened,
         Err(error) if is_another_node(&error) => {
             let reason = format!("the node at {address} is not the one that was expected: its key differs");
-            return Err(Failure::Refused(reason));
+            return Err(Failure::Another(reason));
         }
         Err(error) => return Err(error.into()),
     };
