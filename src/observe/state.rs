@@ -155,14 +155,15 @@ impl State {
     pub fn of(now_unix: u64, node: NodeView, peers: Vec<PeerView>) -> Self {
         let views = || std::iter::once(&node).chain(peers.iter().filter_map(|peer| peer.view.as_ref()));
         let mut totals = Totals::default();
+        // Saturating: a peer may say what it likes, and whoever paints this also tells the router who is there.
         for Totals { prompts, prompt, device, staging, drive, peer, computed } in views().map(|v| v.totals) {
-            totals.prompts += prompts;
-            totals.prompt += prompt;
-            totals.device += device;
-            totals.staging += staging;
-            totals.drive += drive;
-            totals.peer += peer;
-            totals.computed += computed;
+            totals.prompts = totals.prompts.saturating_add(prompts);
+            totals.prompt = totals.prompt.saturating_add(prompt);
+            totals.device = totals.device.saturating_add(device);
+            totals.staging = totals.staging.saturating_add(staging);
+            totals.drive = totals.drive.saturating_add(drive);
+            totals.peer = totals.peer.saturating_add(peer);
+            totals.computed = totals.computed.saturating_add(computed);
         }
         let requests = together(views().flat_map(|view| view.requests.iter().cloned()));
         let connected = |name: &str| peers.iter().any(|peer| peer.name == name && peer.connected);
@@ -248,6 +249,14 @@ mod tests {
         }
         let newer = serde_json::json!({ "name": "b", "invented_later": [1] });
         assert_eq!(PeerView::default().with_note(&newer).view.unwrap().name, "b");
+    }
+
+    #[test]
+    fn a_peer_that_says_absurd_numbers_does_not_stop_the_painting() {
+        let absurd =
+            NodeView { totals: Totals { prompt: u64::MAX, ..Totals::default() }, ..NodeView::default() };
+        let peer = PeerView { view: Some(absurd.clone()), ..PeerView::default() };
+        assert_eq!(State::of(1, absurd, vec![peer]).totals.prompt, u64::MAX);
     }
 
     #[test]
