@@ -309,6 +309,16 @@ def test_a_closed_connection_alone_ends_nothing_and_the_living_node_is_ended(apa
     assert box.tier.counts["kills"] == 1
 
 
+def test_a_node_that_welcomes_the_engine_again_has_let_go_of_its_rows_and_lives(apart):
+    box, process = apart("--hold", "load", "--drop-on-job", grace_s=60.0)
+    open_load(box, process)
+    until(lambda: box.tier.link is None, box)
+    assert len(box.tier.lost) == 1 and box.manager._jobs
+    until(lambda: not box.manager._jobs, box)
+    assert box.tier.link.state == plugin.OPEN and not box.tier.lost
+    assert process.poll() is None and box.tier.counts["kills"] == 0
+
+
 def test_a_node_that_is_silent_past_the_deadline_is_ended_first(apart):
     box, process = apart(
         "--hold", "load", "--rate", "1000000", grace_s=0.2, quarantine_s=0.1, reconnect_s=30.0, deadline_floor_s=0.1

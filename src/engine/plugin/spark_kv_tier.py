@@ -5,8 +5,9 @@ rows a request's hit needs, and the words that go to the node about each request
 
 * No exception of this file reaches vLLM's scheduler, no call into it blocks (drain_jobs, which vLLM wants to block,
   has a limit). Whatever goes wrong is logged once per kind and becomes a miss or a failed store.
-* A job ends when the node says so, or when the node's process is known to be gone and its last direct reads can no
-  longer land. A closed socket alone ends nothing: a late write into a row that is in use again would be wrong KV.
+* A job ends when the node says so, when the same process welcomes the engine again (which promises as much), or when
+  the node's process is known to be gone and its last direct reads can no longer land. A closed socket alone ends
+  nothing: a late write into a row that is in use again would be wrong KV.
 * A hit larger than the rows that hits may hold is cut, requests that do not fit beside others wait, at most for as
   long as computing would take, and a row that is being waited for is pinned, so that each row is read once.
 
@@ -783,11 +784,21 @@ class SparkKvTier(SecondaryTierManager):
                 link.close()
                 self.lost.remove(link)
 
+    def _settle_with(self, link: Link) -> None:
+        """Fails the jobs of earlier connections to the process that welcomes us now: it does so only when nothing of
+        them can touch a row any more. While their descriptor says that it lives, the number is no other process's."""
+        for lost in [each for each in self.lost if each.pid == link.pid and not each.gone()]:
+            for number in list(lost.jobs):
+                self._fail(lost.jobs.pop(number))
+            lost.close()
+            self.lost.remove(lost)
+
     def _hear(self, link: Link, kind: int, said) -> None:
         if kind == WELCOME:
             if link.state != GREETING:
                 raise Violation("a second WELCOME")
             link.open(said)
+            self._settle_with(link)
             self.tier_on = link.welcome["tier_on"]
             self.rate = link.welcome["prefill_tokens_per_s"] or self.rate
             self.greeted += 1
