@@ -105,6 +105,7 @@ fn options() -> Options {
         fingerprint: fingerprint(),
         prefill_tokens_per_s: 1500,
         row_budget_percent: ROW_BUDGET_PERCENT,
+        tier_on: true,
     }
 }
 

@@ -53,6 +53,7 @@ impl Node {
             // Slow, so that no load is too late on a busy machine.
             prefill_tokens_per_s: 100,
             row_budget_percent: ROW_BUDGET_PERCENT,
+            tier_on: true,
         };
         let socket = folder.join("engine.sock");
         let door = Door::start(socket, store.clone(), None, options, clock, &tasks, &meter).await.unwrap();

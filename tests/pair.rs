@@ -168,10 +168,10 @@ fn a_node_killed_twenty_times_under_load_never_gives_a_wrong_answer() {
             await_some("answers between two kills", PATIENCE, || {
                 (load.answered.load(Ordering::Relaxed) > before + 3).then_some(())
             });
-            // Up to a second's wait for a moment in which a job is in flight.
+            // A moment in which a job is in flight; under this load one comes many times a second.
             let begin = std::time::Instant::now();
             let mut open = false;
-            while begin.elapsed() < Duration::from_secs(1) && !open {
+            while begin.elapsed() < Duration::from_secs(5) && !open {
                 open = a.metric("sparkkv_door_open_jobs") > 0.0;
             }
             in_flight += u32::from(open);

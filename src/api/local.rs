@@ -73,6 +73,8 @@ pub struct Options {
     pub prefill_tokens_per_s: u32,
     /// Usually [`ROW_BUDGET_PERCENT`].
     pub row_budget_percent: u32,
+    /// Whether rows are used before anybody has said so with [`Door::set_tier`].
+    pub tier_on: bool,
 }
 
 impl Options {
@@ -425,7 +427,7 @@ impl Door {
             Err(source) => return Err(Error::Socket { path: socket, source }),
         };
         let pushed = Pushed {
-            tier_on: true,
+            tier_on: options.tier_on,
             reason: String::new(),
             prefill_tokens_per_s: options.prefill_tokens_per_s,
         };
@@ -584,6 +586,7 @@ mod tests {
             fingerprint,
             prefill_tokens_per_s: 1,
             row_budget_percent: ROW_BUDGET_PERCENT,
+            tier_on: true,
         };
         let budgets = [1, 2, 3, 4, 100, 1 << 24].map(|rows| options.row_budget(rows));
         assert_eq!(budgets, [1, 1, 2, 3, 75, 12_582_912]);

@@ -73,6 +73,9 @@ pub async fn run(parts: Parts, judge: watch::Sender<Judged>) {
 async fn follow(parts: &Parts, judge: &watch::Sender<Judged>, view: &View) {
     if !view.is_ready() {
         close(parts, view, format!("its engine is {:?}", view.phase).to_lowercase());
+        if parts.door.status().tier_on {
+            parts.door.set_tier(false, "the next engine is not checked yet");
+        }
         if view.engine_id.is_empty() {
             // An attached engine has no id of ours: what comes back may be another one.
             judge.send_replace(Judged::default());

@@ -131,6 +131,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
             fingerprint: fingerprint(),
             prefill_tokens_per_s: settings.engine.prefill_tokens_per_s,
             row_budget_percent: ROW_BUDGET_PERCENT,
+            // Until the gate has a verdict, also for whoever uses the engine's own port.
+            tier_on: false,
         },
         clock.clone(),
         &tasks,

@@ -130,10 +130,11 @@ fn entry(outcome: router::Outcome) -> Request {
 pub fn paint(parts: &Parts, pulse: watch::Receiver<Beat>) -> watch::Receiver<Picture> {
     let (sender, receiver) = watch::channel(Picture::of(&State::default()));
     let parts = parts.clone();
-    parts.tasks.clone().spawn(Kind::Chore, "picture", async move {
+    // An owner: the router and the peer rely on what is painted.
+    let stopping = parts.tasks.stopping();
+    parts.tasks.clone().spawn(Kind::Owner, "picture", async move {
         let mut every = tokio::time::interval(PERIOD);
-        loop {
-            every.tick().await;
+        while stopping.run_until_cancelled(every.tick()).await.is_some() {
             let beat = *pulse.borrow();
             let members = parts.cluster.members();
             parts.router.set_peers(members.iter().map(peer).collect());
