@@ -41,10 +41,15 @@ command -v cargo >/dev/null || { echo "missing: the Rust toolchain (cargo)" >&2;
 
 quiet "building spark-kv (release)" cargo build --release
 binary=${CARGO_TARGET_DIR:-target}/release/spark-kv
-say "a tiny model and a vLLM environment for the CPU, in ${SPARK_KV_CACHE:-$HOME/.cache/spark-kv}"
+cache=${SPARK_KV_CACHE:-$HOME/.cache/spark-kv}
+say "a vLLM environment for the CPU and a small model, in $cache"
 "$binary" provision --profile cpu-tiny
+python=$("$binary" provision --profile cpu-tiny --print-python)
+# A model that computes more for each KV byte than the tests' does; the tests' is so small that nothing is worth keeping.
+model=$cache/demo-$(sha256sum install/tiny_model.py | cut -c1-16)
+[ -e "$model" ] || quiet "making the demo's model" "$python" install/tiny_model.py "$model" --family llama-wide
 
 folder=$(mktemp -d "${TMPDIR:-/tmp}/spark-kv-demo.XXXXXX")
-python3 install/demo.py --binary "$binary" --folder "$folder" ${keep:+--keep}
+python3 install/demo.py --binary "$binary" --model "$model" --folder "$folder" ${keep:+--keep}
 [ -n "$keep" ] || rm -rf "$folder"
 say "done"

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Writes a tiny language model that vLLM can serve offline: config, tokenizer, chat template, real random weights.
 
-    tiny_model.py OUT [--family llama|lfm2] [--seed 7]
+    tiny_model.py OUT [--family llama|llama-wide|lfm2] [--seed 7]
 
 OUT is complete when it exists: it is built beside its place and renamed as a whole. The same arguments give the same
-bytes. `llama` has one cache group; `lfm2` is a hybrid, short-convolution state in one group and attention in another.
+bytes. `llama` has one cache group; `lfm2` is a hybrid, short-convolution state in one group and attention in another;
+`llama-wide` computes ten times as much for the same KV bytes, which is nearer to what real models do.
 
 Weights are drawn with a large deviation, so that the next token depends strongly on every token before it: a wrong,
 stale or shifted KV block changes the greedy text. The usual tiny weights would make all logits nearly equal and leave
@@ -145,7 +146,9 @@ def make_net(family: str, vocabulary: int):
         "pad_token_id": 1,
         "tie_word_embeddings": False,
     }
-    if family == "llama":
+    if family == "llama-wide":
+        common |= {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    if family.startswith("llama"):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         return LlamaForCausalLM(LlamaConfig(head_dim=64, rms_norm_eps=1e-5, **common)), {}
@@ -184,7 +187,7 @@ def write_model(out: pathlib.Path, family: str, seed: int, deviation: float) -> 
 def main() -> None:
     arguments = argparse.ArgumentParser(description="Writes a tiny model for tests.")
     arguments.add_argument("out", type=pathlib.Path)
-    arguments.add_argument("--family", choices=["llama", "lfm2"], default="llama")
+    arguments.add_argument("--family", choices=["llama", "llama-wide", "lfm2"], default="llama")
     arguments.add_argument("--seed", type=int, default=7)
     arguments.add_argument("--std", type=float, default=0.4, help="deviation of the weights")
     a = arguments.parse_args()
