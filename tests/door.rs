@@ -684,3 +684,29 @@ async fn rows_of_the_other_node_are_in_the_table_and_come_with_those_of_the_own_
     assert_eq!(engine_b.load(&[(3, 5), (16, 6)], 1_000_000).await, [Outcome::Failed, Outcome::FromDrive]);
     b.close().await;
 }
+
+/// The same tests in a process of their own, with a fault armed: they must see it.
+#[test]
+fn late_writes_and_early_answers_are_caught() {
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    let run = |test: &str, mutant: Option<&str>| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", test]).env_remove("SPARK_KV_MUTANT");
+        if let Some(mutant) = mutant {
+            command.env("SPARK_KV_MUTANT", mutant);
+        }
+        let output = command.output().unwrap();
+        assert!(
+            String::from_utf8_lossy(&output.stdout).contains("running 1 test"),
+            "no test of the name {test}"
+        );
+        output.status.success()
+    };
+    let test = "what_is_too_late_fails_and_never_lands";
+    assert!(run(test, None));
+    for mutant in ["LateWrite", "EarlyDone"] {
+        assert!(!run(test, Some(mutant)), "{mutant} went unnoticed");
+    }
+}

@@ -555,7 +555,6 @@ macro_rules! caught_as_wrong {
 caught_as_wrong! {
     a_skipped_checksum_is_caught: Some("SkipChecksum"), None, Damage::Flipped;
     a_skipped_key_check_is_caught: Some("SkipKeyCheck"), None, Damage::Swapped;
-    a_write_after_the_job_failed_is_caught: Some("LateWrite"), None, Damage::Flipped;
 }
 
 /// Node a hands out damaged rows unchecked; the receiver's own check must hold, and without it wrong bytes come through.

@@ -159,11 +159,12 @@ impl Node {
         Some((code, value))
     }
 
-    /// Whether this node serves by its own engine, and the cache of that engine has been judged.
+    /// Whether this node serves by its own engine, whose plugin is at the door and whose cache has been judged.
     fn is_ready(&self) -> bool {
-        let healthy =
-            self.health().is_some_and(|(code, body)| code == 200 && body["checks"]["engine"]["ok"] == true);
-        healthy && self.state().is_some_and(|state| state["node"]["cache"]["on"].is_boolean())
+        let Some((200, body)) = self.health() else { return false };
+        let ok = |check: &str| body["checks"][check]["ok"] == true;
+        let judged = || self.state().is_some_and(|state| state["node"]["cache"]["on"].is_boolean());
+        ok("engine") && ok("plugin") && judged()
     }
 
     /// Waits until the node serves by its own engine.
