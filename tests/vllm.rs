@@ -337,14 +337,16 @@ fn canary_sees(mutant: &str, profile: &str) {
     }
     let folder = tempfile::tempdir().unwrap();
     let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/plugin/broken");
-    let plugin = folder.path().join("broken/run/plugin");
+    // A name of its own: what is looked for in shared memory goes by it, and two of these tests run at a time.
+    let name = mutant.to_lowercase();
+    let plugin = folder.path().join(&name).join("run/plugin");
     let settings = format!(
         "[engine.env]\nVLLM_CPU_OMP_THREADS_BIND = \"nobind\"\nSPARK_KV_MUTANT = \"{mutant}\"\nPYTHONPATH = \"{tests}:{}\"\n",
         plugin.display()
     );
     let mut node = Node::start(
         folder.path(),
-        &Spec { name: "broken", profile, settings: &settings, join: None, mutant: None },
+        &Spec { name: &name, profile, settings: &settings, join: None, mutant: None },
     );
     node.await_ready(ENGINE_PATIENCE);
     let state = node.state().unwrap();
