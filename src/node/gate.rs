@@ -72,7 +72,7 @@ pub async fn run(parts: Parts, judge: watch::Sender<Judged>) {
 
 async fn follow(parts: &Parts, judge: &watch::Sender<Judged>, view: &View) {
     if !view.is_ready() {
-        close(parts, view, format!("its engine is {:?}", view.phase).to_lowercase());
+        close(parts, view, format!("its engine is {}", view.phase));
         if parts.door.status().tier_on {
             parts.door.set_tier(false, "the next engine is not checked yet");
         }

@@ -10,12 +10,12 @@ use tokio::sync::{broadcast::error::RecvError, watch};
 use super::Parts;
 use super::pace::Pace;
 use crate::api::admin::Picture;
-use crate::base::clock::{Micros, unix_seconds};
+use crate::base::clock::unix_seconds;
 use crate::base::fault::{Code, Fault};
 use crate::cluster::{Member, MemberState};
 use crate::engine::Pulse;
 use crate::observe::health::{Health, HealthFacts, PeerFacts};
-use crate::observe::requests::{Request, Totals};
+use crate::observe::requests::Request;
 use crate::observe::state::{CacheState, EngineState, NodeView, PeerView, State, Tier};
 use crate::router::{self, Note, Peer};
 use crate::tasks::Kind;
@@ -139,7 +139,7 @@ pub fn paint(parts: &Parts, pulse: watch::Receiver<Beat>) -> watch::Receiver<Pic
             let members = parts.cluster.members();
             parts.router.set_peers(members.iter().map(peer).collect());
             let health = health(&parts, &beat);
-            parts.alerts.lock().update(&faults(&parts, &beat), now(&parts), unix_seconds());
+            parts.alerts.lock().update(&faults(&parts, &beat), parts.clock.now(), unix_seconds());
             let view = view(&parts, &beat, health);
             parts.cluster.tell(note(&parts, &view));
             let peers = members.iter().map(peer_view).collect();
@@ -147,10 +147,6 @@ pub fn paint(parts: &Parts, pulse: watch::Receiver<Beat>) -> watch::Receiver<Pic
         }
     });
     receiver
-}
-
-fn now(parts: &Parts) -> Micros {
-    parts.clock.now()
 }
 
 /// What the other nodes hear: the view of this one for their pages, with the router's own words inside.
@@ -198,7 +194,7 @@ pub fn health(parts: &Parts, beat: &Beat) -> Health {
     let judged = (judged.engine_id == engine.engine_id).then_some(judged);
     Health::of(&HealthFacts {
         engine_ready: engine.is_ready(),
-        engine_phase: format!("{:?}", engine.phase).to_lowercase(),
+        engine_phase: engine.phase.to_string(),
         engine_reason: engine.reason.clone(),
         running: beat.pulse.running,
         silent: beat.silent,
@@ -245,7 +241,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
         url: super::public_url(parts),
         needs_key: parts.needs_key,
         engine: EngineState {
-            phase: format!("{:?}", engine.phase).to_lowercase(),
+            phase: engine.phase.to_string(),
             since_unix: engine.since_unix,
             restarts: engine.restarts,
             reason: engine.reason,
@@ -263,7 +259,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
             damaged: store.damaged,
         },
         tiers: tiers(parts, &store, door.engine.as_ref()),
-        totals: Totals { ..totals },
+        totals,
         health,
         alerts,
         requests,

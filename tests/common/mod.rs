@@ -10,7 +10,6 @@
 )]
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -452,15 +451,6 @@ pub fn words(seed: u64, words: usize) -> String {
         out.push_str(LIST[(dice % 24) as usize]);
     }
     out
-}
-
-/// Reads a child's lines in the background (unused pipes would block it).
-pub fn drain(stream: impl Read + Send + 'static, mut to: impl Write + Send + 'static) {
-    std::thread::spawn(move || {
-        for line in BufReader::new(stream).lines().map_while(Result::ok) {
-            let _ = writeln!(to, "{line}");
-        }
-    });
 }
 
 /// Segment files of a node, in order of their names.
