@@ -243,7 +243,7 @@ fn hits_larger_than_the_row_area_are_served() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let settings = "[engine]\nrow_area = \"6MiB\"\n"; // 24 rows of 256 KiB
+    let settings = "[engine]\nrow_area = \"12MiB\"\n"; // 24 rows of 512 KiB
     let spec = Spec { name: "small", profile: "cpu-tiny", settings, join: None, mutant: None };
     let mut node = Node::start(folder.path(), &spec);
     node.await_ready(ENGINE_PATIENCE);
