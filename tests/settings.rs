@@ -262,6 +262,7 @@ fn impossible_values_are_refused_with_their_origin() {
         ("engine.hash_seed", "random", "must be a number from 0 to 4294967295"),
         ("engine.tiny_family", "mistral", "must be llama or lfm2"),
         ("engine.url", "https://x", "must begin with `http://`"),
+        ("engine.url", "http://localhost:8000/v1", "port 8000 is this node's own"),
         ("engine.row_area", "0", "must be at least 1MiB"),
         ("engine.prefill_tokens_per_s", "0", "must be from 1"),
         ("cluster.address", "box", "is not an IP address"),

@@ -82,6 +82,27 @@ pub enum Refused {
 }
 
 impl Hello {
+    /// What an engine would say that is none: rows of this shape in one area, for benchmarks, the simulator and tests.
+    pub fn of_rows(rows: u32, row_bytes: u32, groups: Vec<Group>) -> Self {
+        Self {
+            protocol: super::frame::PROTOCOL,
+            plugin: String::new(),
+            vllm: String::new(),
+            pid: 0,
+            engine_id: String::new(),
+            model: String::new(),
+            rank: 0,
+            ranks: 1,
+            rows,
+            row_bytes,
+            hash_unit: 16,
+            hash_algorithm: "sha256_cbor".into(),
+            hash_seed: "0".into(),
+            groups,
+            interchange: std::collections::BTreeMap::new(),
+        }
+    }
+
     pub fn rank(&self) -> Rank {
         Rank { index: self.rank, of: self.ranks }
     }
@@ -143,28 +164,9 @@ pub struct Welcome {
 mod tests {
     use super::*;
 
-    pub(crate) fn hello() -> Hello {
-        Hello {
-            protocol: super::super::frame::PROTOCOL,
-            plugin: "1".into(),
-            vllm: "0.32.0".into(),
-            pid: 1,
-            engine_id: "spark-a-1".into(),
-            model: "/models/tiny".into(),
-            rank: 0,
-            ranks: 1,
-            rows: 8,
-            row_bytes: 8192,
-            hash_unit: 128,
-            hash_algorithm: "sha256_cbor".into(),
-            hash_seed: "0".into(),
-            groups: vec![Group {
-                kind: GroupKind::FullAttention,
-                tokens_per_row: 128,
-                covered: vec![(0, 8192)],
-            }],
-            interchange: Default::default(),
-        }
+    fn hello() -> Hello {
+        let all = Group { kind: GroupKind::FullAttention, tokens_per_row: 128, covered: vec![(0, 8192)] };
+        Hello::of_rows(8, 8192, vec![all])
     }
 
     #[test]

@@ -7,6 +7,7 @@ pub mod block;
 pub mod checksum;
 pub mod clock;
 pub mod codec;
+pub mod doorway;
 pub mod fault;
 pub mod frame;
 pub mod geometry;

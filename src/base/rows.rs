@@ -35,6 +35,14 @@ impl Rows {
         Ok(Arc::new(Self { id, space, row_bytes, count: hello.rows, covered, map: Mapping::of(fd, len)? }))
     }
 
+    /// Gives the whole area its memory now ([`Mapping::populate`]): otherwise the first load of each row waits for it.
+    ///
+    /// # Errors
+    /// When there is not enough.
+    pub fn populate(&self) -> std::io::Result<()> {
+        self.map.populate()
+    }
+
     pub fn row_bytes(&self) -> usize {
         self.row_bytes
     }
@@ -98,27 +106,9 @@ mod tests {
     #[test]
     fn only_covered_bytes_survive_blanking() {
         let (map, fd) = Mapping::anonymous("rows", 3 * 4096).unwrap();
-        let hello = Hello {
-            protocol: 1,
-            plugin: String::new(),
-            vllm: String::new(),
-            pid: 0,
-            engine_id: String::new(),
-            model: String::new(),
-            rank: 0,
-            ranks: 1,
-            rows: 3,
-            row_bytes: 4096,
-            hash_unit: 16,
-            hash_algorithm: String::new(),
-            hash_seed: String::new(),
-            groups: vec![Group {
-                kind: GroupKind::Mamba,
-                tokens_per_row: 16,
-                covered: vec![(10, 20), (100, 1)],
-            }],
-            interchange: Default::default(),
-        };
+        let covered = vec![(10, 20), (100, 1)];
+        let group = Group { kind: GroupKind::Mamba, tokens_per_row: 16, covered };
+        let hello = Hello::of_rows(3, 4096, vec![group]);
         assert_eq!(hello.check(), Ok(()));
         let space = Space { namespace: Namespace([0; 32]), rank: Rank::ONLY };
         let rows = Rows::attach(AreaId(1), space, &hello, &fd).unwrap();

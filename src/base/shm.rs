@@ -12,8 +12,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 
 /// A shared mapping of a whole descriptor. Unmapped when dropped.
 #[derive(Debug)]
@@ -61,6 +62,23 @@ impl Mapping {
         let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC)?;
         nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(std::io::Error::other)?)?;
         Ok((Self::of(&fd, len)?, fd))
+    }
+
+    /// Gives every page its memory now, without changing a byte. Blocks for about a quarter of a second per GiB that
+    /// has none yet. A kernel that cannot (before 5.14) leaves it to the first touch.
+    ///
+    /// # Errors
+    /// When there is not that much memory. Found out by touching, it would kill the process.
+    pub fn populate(&self) -> std::io::Result<()> {
+        // SAFETY: the advice concerns our own whole mapping and changes no content.
+        match unsafe { madvise(self.base, self.len, MmapAdvise::MADV_POPULATE_WRITE) } {
+            Ok(()) | Err(Errno::EINVAL) => Ok(()),
+            Err(Errno::EFAULT) => Err(std::io::Error::new(
+                std::io::ErrorKind::OutOfMemory,
+                format!("shared memory has no room for {} bytes", self.len),
+            )),
+            Err(error) => Err(error.into()),
+        }
     }
 
     pub fn len(&self) -> usize {
@@ -134,6 +152,17 @@ mod tests {
         assert_eq!(two.load(3), 77);
         two.fill(4096, 4, |b| b.copy_from_slice(b"abcd"));
         assert_eq!(one.look(4096, 4, <[u8]>::to_vec), b"abcd");
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_told_when_it_is_asked_for() {
+        let (map, fd) = Mapping::anonymous("test", 8192).unwrap();
+        map.store(3, 77);
+        map.populate().unwrap();
+        assert_eq!(map.load(3), 77);
+        nix::unistd::ftruncate(&fd, 4096).unwrap();
+        let error = map.populate().unwrap_err();
+        assert!(error.to_string().contains("no room for 8192 bytes"), "{error}");
     }
 
     #[test]

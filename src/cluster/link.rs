@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
 use super::drive::{Frames, session};
@@ -20,10 +19,12 @@ use super::proto::{Hello, Message, VERSION};
 use super::state::Join;
 use super::token::{Secret, Token};
 use super::{Inner, RelayStream, tls};
+use crate::base::doorway::Doorway;
 use crate::tasks::Kind;
 
-/// Greetings in progress; a node has a handful, strangers get no more.
+/// Greetings in progress, in all and from one address: two nodes need a handful, and may share an address.
 const GREETINGS: usize = 32;
+const GREETINGS_OF_ONE: usize = 8;
 
 /// Time for TLS and the greeting, on a local network.
 const GREETING: Duration = Duration::from_secs(5);
@@ -69,7 +70,7 @@ impl From<tokio::time::error::Elapsed> for Failure {
 /// Accepts connections until the node stops.
 pub async fn accept(inner: Arc<Inner>, listener: TcpListener) {
     let stopping = inner.shared.tasks.stopping();
-    let room = Arc::new(Semaphore::new(GREETINGS));
+    let doorway = Doorway::new(GREETINGS, GREETINGS_OF_ONE);
     loop {
         let accepted = tokio::select! {
             () = stopping.cancelled() => return,
@@ -84,7 +85,10 @@ pub async fn accept(inner: Arc<Inner>, listener: TcpListener) {
                 continue;
             }
         };
-        let Ok(place) = room.clone().try_acquire_owned() else { continue };
+        let Some(guest) = doorway.admit(from.ip()) else {
+            inner.shared.metrics.refused.with_label_values(&["crowd"]).inc();
+            continue;
+        };
         let (connection, stopping) = (inner.clone(), stopping.clone());
         inner.shared.tasks.spawn(Kind::Serving, "control connection", async move {
             let greeting = tokio::time::timeout(GREETING, greet_in(&connection, stream, from));
@@ -92,7 +96,7 @@ pub async fn accept(inner: Arc<Inner>, listener: TcpListener) {
                 () = stopping.cancelled() => return,
                 greeted = greeting => greeted,
             };
-            drop(place);
+            drop(guest);
             match greeted.map_err(Failure::from).and_then(|greeted| greeted) {
                 Ok(Some((of, greeted))) => run(connection, of, greeted, false).await,
                 Ok(None) => {}

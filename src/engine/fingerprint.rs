@@ -379,26 +379,12 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
+        let all = Group { kind: GroupKind::FullAttention, tokens_per_row: 128, covered: vec![(0, 8192)] };
         Hello {
-            protocol: 1,
             plugin: "1".into(),
             vllm: "0.32.0".into(),
-            pid: 1,
-            engine_id: "spark-a-1".into(),
-            model: "/models/tiny".into(),
-            rank: 0,
-            ranks: 1,
-            rows: 8,
-            row_bytes: 8192,
-            hash_unit: 128,
-            hash_algorithm: "sha256_cbor".into(),
-            hash_seed: "0".into(),
-            groups: vec![Group {
-                kind: GroupKind::FullAttention,
-                tokens_per_row: 128,
-                covered: vec![(0, 8192)],
-            }],
             interchange: BTreeMap::from([("dtype".into(), "bfloat16".into())]),
+            ..Hello::of_rows(8, 8192, vec![all])
         }
     }
 

@@ -40,6 +40,10 @@ impl Http {
         Self { client, url: url.trim_end_matches('/').to_owned() }
     }
 
+    pub fn is_of(&self, url: &str) -> bool {
+        self.url == url.trim_end_matches('/')
+    }
+
     pub async fn get(&self, path: &str, limit: Duration) -> Result<Bytes, Error> {
         self.exchange(Method::GET, path, None, limit).await
     }

@@ -22,5 +22,5 @@ pub mod view;
 pub use fingerprint::{differences, fingerprint};
 pub use own::Own;
 pub use process::Identity;
-pub use pulse::Pulse;
+pub use pulse::{Finger, Pulse};
 pub use view::{Phase, View, watch_view};

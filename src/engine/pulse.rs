@@ -36,14 +36,24 @@ impl Pulse {
             steps: sum("vllm:iteration_tokens_total_count").map(|steps| steps as u64),
         }
     }
+}
 
+/// Asks for pulses, over one connection for as long as the engine stays where it is.
+#[derive(Debug, Default)]
+pub struct Finger(Option<Http>);
+
+impl Finger {
     /// Asks the engine at `url`.
     ///
     /// # Errors
     /// When it does not answer in time or not with metrics.
-    pub async fn read(url: &str) -> Result<Self, Error> {
-        let body = Http::new(url).get("/metrics", LIMIT).await?;
-        Ok(Self::of(&String::from_utf8_lossy(&body)))
+    pub async fn read(&mut self, url: &str) -> Result<Pulse, Error> {
+        let http = match self.0.take() {
+            Some(http) if http.is_of(url) => self.0.insert(http),
+            _ => self.0.insert(Http::new(url)),
+        };
+        let body = http.get("/metrics", LIMIT).await?;
+        Ok(Pulse::of(&String::from_utf8_lossy(&body)))
     }
 }
 

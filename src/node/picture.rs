@@ -13,7 +13,7 @@ use crate::api::admin::Picture;
 use crate::base::clock::unix_seconds;
 use crate::base::fault::{Code, Fault};
 use crate::cluster::{Member, MemberState};
-use crate::engine::Pulse;
+use crate::engine::{Finger, Pulse};
 use crate::observe::health::{Health, HealthFacts, PeerFacts};
 use crate::observe::requests::Request;
 use crate::observe::state::{CacheState, EngineState, NodeView, PeerView, State, Tier};
@@ -43,12 +43,13 @@ pub fn watch_pulse(parts: &Parts) -> watch::Receiver<Beat> {
     let parts = parts.clone();
     parts.tasks.clone().spawn(Kind::Chore, "pulse", async move {
         let mut moved_at = parts.clock.now();
+        let mut finger = Finger::default();
         loop {
             tokio::time::sleep(BEAT).await;
             let view = parts.engine.borrow().clone();
             let now = parts.clock.now();
             let before = sender.borrow().pulse;
-            let pulse = if view.is_ready() { Pulse::read(&view.url).await.ok() } else { None };
+            let pulse = if view.is_ready() { finger.read(&view.url).await.ok() } else { None };
             let still = pulse.is_some_and(|p| p.running > 0 && p.steps.is_some() && p.steps == before.steps);
             if !still {
                 moved_at = now;

@@ -96,6 +96,10 @@ fn engine(settings: &Settings, found: &mut Vec<Finding>) {
     if !engine.url.is_empty() && !engine.url.starts_with("http://") {
         found.push(("engine.url", "must begin with `http://`: an engine is reached on this machine".into()));
     }
+    if own_port(&engine.url, settings.listen.port) {
+        let what = format!("port {} is this node's own: requests would go in a circle", settings.listen.port);
+        found.push(("engine.url", what));
+    }
     // `random` and an empty seed give each process its own hashes, and then no block is ever found again.
     if engine.hash_seed.parse::<u32>().is_err() {
         found.push((
@@ -116,6 +120,16 @@ fn engine(settings: &Settings, found: &mut Vec<Finding>) {
             found.push(("engine.env", format!("`{}` cannot be the name of a variable", short(name))));
         }
     }
+}
+
+/// Whether a URL is this node's public port, as far as its text tells.
+fn own_port(url: &str, port: u16) -> bool {
+    let Ok(url) = url.parse::<http::Uri>() else { return false };
+    let local = url.host().is_some_and(|host| {
+        let host = host.trim_matches(['[', ']']);
+        host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified())
+    });
+    local && url.port_u16().unwrap_or(80) == port
 }
 
 fn store(settings: &Settings, found: &mut Vec<Finding>) {

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::net::{IpAddr, Ipv4Addr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -79,17 +80,17 @@ impl Fabric {
 }
 
 impl Listener {
-    /// The next connection. Cancel-safe.
-    pub async fn accept(&mut self) -> io::Result<Stream> {
+    /// The next connection, and from where; memory has one address. Cancel-safe.
+    pub async fn accept(&mut self) -> io::Result<(Stream, IpAddr)> {
         match self {
             Self::Tcp(listener) => {
-                let (stream, _) = listener.accept().await?;
+                let (stream, from) = listener.accept().await?;
                 stream.set_nodelay(true)?;
-                Ok(Stream::Tcp(stream))
+                Ok((Stream::Tcp(stream), from.ip()))
             }
             Self::Mem { incoming, .. } => {
                 let stream = incoming.recv().await.ok_or(io::ErrorKind::NotConnected)?;
-                Ok(Stream::Mem(stream))
+                Ok((Stream::Mem(stream), Ipv4Addr::LOCALHOST.into()))
             }
         }
     }

@@ -22,11 +22,16 @@ use tokio_util::sync::CancellationToken;
 use super::wire::{self, Head, PREAMBLE, Request, RowHead, Ticket};
 use super::{Listener, Metrics, Record, Shelf, Stream};
 use crate::base::block::{RowKey, Space};
+use crate::base::doorway::{Doorway, Guest};
 use crate::base::units::Bytes;
 use crate::tasks::{Kind, Tasks};
 
-/// Data connections at one time: two nodes with two rails need two; the rest is room for reconnects.
+/// Data connections of peers at one time: two nodes with two rails need two; the rest is room for reconnects.
 const CONNECTIONS: usize = 64;
+
+/// Connections that have not shown a ticket yet, in all and from one address. Strangers take no peer's place.
+const STRANGERS: usize = 32;
+const STRANGERS_OF_ONE: usize = 8;
 
 /// Requests read ahead of the row being sent. Each is at most 64 keys.
 const REQUESTS_AHEAD: usize = 8;
@@ -122,14 +127,15 @@ impl Server {
     /// Accepts connections until the node stops.
     pub async fn run(self, mut listener: Listener, tasks: Tasks) {
         let stopping = tasks.stopping();
+        let doorway = Doorway::new(STRANGERS, STRANGERS_OF_ONE);
         let room = Arc::new(Semaphore::new(CONNECTIONS));
         loop {
             let accepted = tokio::select! {
                 () = stopping.cancelled() => return,
                 accepted = listener.accept() => accepted,
             };
-            let stream = match accepted {
-                Ok(stream) => stream,
+            let (stream, from) = match accepted {
+                Ok(accepted) => accepted,
                 Err(error) => {
                     // Out of descriptors, mostly: others may close some meanwhile.
                     tracing::warn!(%error, "failed to accept a data connection");
@@ -137,16 +143,15 @@ impl Server {
                     continue;
                 }
             };
-            let Ok(place) = room.clone().try_acquire_owned() else {
+            let Some(guest) = doorway.admit(from) else {
                 self.metrics.refused.inc();
                 continue;
             };
-            let (server, stopping) = (self.clone(), stopping.clone());
+            let (server, stopping, room) = (self.clone(), stopping.clone(), room.clone());
             tasks.spawn(Kind::Serving, "data connection", async move {
-                let _place = place;
                 tokio::select! {
                     () = stopping.cancelled() => {}
-                    ended = server.converse(stream) => if let Err(error) = ended {
+                    ended = server.converse(stream, guest, &room) => if let Err(error) = ended {
                         tracing::debug!(%error, "a data connection ended");
                     },
                 }
@@ -154,11 +159,14 @@ impl Server {
         }
     }
 
-    async fn converse(&self, mut stream: Stream) -> io::Result<()> {
-        let Some(live) = self.admit(&mut stream).await? else {
+    async fn converse(&self, mut stream: Stream, guest: Guest, room: &Semaphore) -> io::Result<()> {
+        let admitted = self.admit(&mut stream).await?;
+        drop(guest);
+        let (Some(live), Ok(_place)) = (admitted, room.try_acquire()) else {
             self.metrics.refused.inc();
-            return Err(io::Error::other("no valid ticket"));
+            return Err(io::Error::other("no valid ticket, or too many connections"));
         };
+        stream.write_all(&[wire::ACCEPTED]).await?;
         let (from, to) = tokio::io::split(stream);
         let (sender, receiver) = mpsc::channel(REQUESTS_AHEAD);
         tokio::select! {
@@ -168,15 +176,11 @@ impl Server {
         }
     }
 
-    /// Checks the ticket and answers it.
+    /// Checks the ticket.
     async fn admit(&self, stream: &mut Stream) -> io::Result<Option<CancellationToken>> {
         let mut preamble = [0; PREAMBLE];
         tokio::time::timeout(TICKET_WAIT, stream.read_exact(&mut preamble)).await??;
-        let live = wire::take_preamble(&preamble).ok().and_then(|ticket| self.tickets.check(&ticket));
-        if live.is_some() {
-            stream.write_all(&[wire::ACCEPTED]).await?;
-        }
-        Ok(live)
+        Ok(wire::take_preamble(&preamble).ok().and_then(|ticket| self.tickets.check(&ticket)))
     }
 
     async fn take_requests(

@@ -41,23 +41,7 @@ pub(super) fn rows(count: u32, row_bytes: usize) -> Arc<Rows> {
     let (_, fd) = Mapping::anonymous("rows", (count * row_bytes) as usize).unwrap();
     let group =
         || Group { kind: GroupKind::FullAttention, tokens_per_row: 16, covered: vec![(0, row_bytes)] };
-    let hello = Hello {
-        protocol: crate::base::frame::PROTOCOL,
-        plugin: String::new(),
-        vllm: String::new(),
-        pid: 1,
-        engine_id: String::new(),
-        model: String::new(),
-        rank: 0,
-        ranks: 1,
-        rows: count,
-        row_bytes,
-        hash_unit: 16,
-        hash_algorithm: String::new(),
-        hash_seed: String::new(),
-        groups: vec![group(), group()],
-        interchange: Default::default(),
-    };
+    let hello = Hello::of_rows(count, row_bytes, vec![group(), group()]);
     assert_eq!(hello.check(), Ok(()));
     Rows::attach(AreaId(1), space(), &hello, &fd).unwrap()
 }
@@ -244,7 +228,7 @@ struct Hand(Stream);
 
 impl Hand {
     async fn accept(listener: &mut Listener) -> Self {
-        let mut stream = listener.accept().await.unwrap();
+        let (mut stream, _) = listener.accept().await.unwrap();
         let mut preamble = [0; wire::PREAMBLE];
         stream.read_exact(&mut preamble).await.unwrap();
         wire::take_preamble(&preamble).unwrap();

@@ -211,7 +211,14 @@ impl Session {
     ) -> Result<Self, (Turned, UnixStream)> {
         let Guest { hello, area, namespace, what, inbox } = guest;
         let space = Space { namespace, rank: hello.rank() };
-        let attached = Rows::attach(AreaId(shared.next_area()), space, &hello, &area);
+        let id = AreaId(shared.next_area());
+        let shape = hello.clone();
+        let attached = tokio::task::spawn_blocking(move || {
+            let rows = Rows::attach(id, space, &shape, &area)?;
+            rows.populate()?;
+            Ok(rows)
+        });
+        let attached: io::Result<_> = attached.await.unwrap_or_else(|e| Err(io::Error::other(e)));
         let rows = match attached {
             Ok(rows) => rows,
             Err(error) => return Err((Turned::Area(error.to_string()), stream)),

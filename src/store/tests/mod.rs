@@ -20,23 +20,7 @@ pub const SPACE: Space = Space { namespace: Namespace([5; 32]), rank: Rank::ONLY
 /// Group 0 covers whole rows, group 1 leaves bytes uncovered.
 pub fn hello(rows: u32, row_bytes: u32) -> Hello {
     let group = |covered| Group { kind: GroupKind::FullAttention, tokens_per_row: 16, covered };
-    Hello {
-        protocol: crate::base::frame::PROTOCOL,
-        plugin: String::new(),
-        vllm: String::new(),
-        pid: 0,
-        engine_id: String::new(),
-        model: String::new(),
-        rank: 0,
-        ranks: 1,
-        rows,
-        row_bytes,
-        hash_unit: 16,
-        hash_algorithm: String::new(),
-        hash_seed: String::new(),
-        groups: vec![group(vec![(0, row_bytes)]), group(vec![(0, 1000), (2000, 96)])],
-        interchange: Default::default(),
-    }
+    Hello::of_rows(rows, row_bytes, vec![group(vec![(0, row_bytes)]), group(vec![(0, 1000), (2000, 96)])])
 }
 
 static AREAS: AtomicU64 = AtomicU64::new(1);
