@@ -37,6 +37,13 @@ const NODE_PAUSE_MAX: Duration = Duration::from_secs(5);
 /// A node that ran this long begins with the short pause again.
 const NODE_HEALTHY: Duration = Duration::from_secs(60);
 
+/// Exit code of a node that could not even start: its port is taken, a file is missing, the token is none.
+pub const CANNOT_START: u8 = 78;
+
+/// So often in a row before the first node has run: then it is nothing that passes, and a person must look. Two
+/// seconds and a half in all, which an earlier node needs to leave the port.
+const STARTS: u32 = 5;
+
 /// From TERM to KILL: the node answers what is in flight and closes its segments.
 const NODE_GRACE: Duration = Duration::from_secs(15);
 
@@ -73,6 +80,8 @@ pub enum Error {
     Provision(#[from] provision::Error),
     #[error("failed to start: {0}")]
     Runtime(io::Error),
+    #[error("the node could not start {STARTS} times in a row: the lines above say why")]
+    Node,
 }
 
 /// Until a signal ends it. The result is the exit code. Starts a runtime of its own: not to be called within one.
@@ -164,10 +173,16 @@ impl Keep {
             node_ends.stop.cancel();
             outcome
         };
-        let (outcome, (), ()) = tokio::join!(engine, node, self.announce(views, &node_ends.stop));
+        let node = async {
+            let outcome = node.await;
+            // Without a node there is nobody whom the engine could serve.
+            ends.stop.cancel();
+            outcome
+        };
+        let (engine, node, ()) = tokio::join!(engine, node, self.announce(views, &node_ends.stop));
         self.tasks.stop(Duration::from_secs(2)).await;
         let _ = std::fs::remove_file(self.options.places.run.join("invite"));
-        outcome.map(|()| 0)
+        node.and(engine).map(|()| 0)
     }
 
     /// Ends what an earlier keeper left that was killed.
@@ -212,17 +227,28 @@ impl Keep {
     }
 
     /// Starts the node again and again until it is asked to end.
-    async fn keep_node(&self, ends: &Ends) {
+    async fn keep_node(&self, ends: &Ends) -> Result<(), Error> {
         let mut pause = NODE_PAUSE_MIN;
+        let mut futile = Some(0);
         while !ends.stop.is_cancelled() && !ends.kill.is_cancelled() {
             let begin = tokio::time::Instant::now();
-            let how = match self.start_node() {
+            let ended = match self.start_node() {
                 Ok(node) => stand_by(node, ends).await,
-                Err(error) => format!("could not be started: {error}"),
+                Err(error) => Err(error),
             };
             if ends.stop.is_cancelled() || ends.kill.is_cancelled() {
-                return;
+                return Ok(());
             }
+            let cannot = ended.as_ref().is_ok_and(|status| status.code() == Some(CANNOT_START.into()));
+            futile = futile.filter(|_| cannot).map(|times| times + 1);
+            if futile == Some(STARTS) {
+                return Err(Error::Node);
+            }
+            let how = match ended {
+                Ok(_) if cannot => "could not start".into(),
+                Ok(status) => guard::describe(status),
+                Err(error) => format!("could not be started: {error}"),
+            };
             if begin.elapsed() >= NODE_HEALTHY {
                 pause = NODE_PAUSE_MIN;
             }
@@ -230,6 +256,7 @@ impl Keep {
             let _ = ends.stop.run_until_cancelled(tokio::time::sleep(pause)).await;
             pause = (pause * 2).min(NODE_PAUSE_MAX);
         }
+        Ok(())
     }
 
     fn start_node(&self) -> io::Result<tokio::process::Child> {
@@ -285,21 +312,35 @@ impl Keep {
     fn invite(&self) {
         let Ok(token) = std::fs::read_to_string(self.options.places.run.join("invite")) else { return };
         let token: String = token.trim().chars().take(1000).collect();
-        if !token.is_empty() {
-            (self.options.say)(&format!(
-                "a second node joins within the hour with: spark-kv up --root OTHER --port-base PORT --join {token}"
-            ));
+        if token.is_empty() {
+            return;
+        }
+        // The token goes by the environment: arguments can be read by everybody on a machine.
+        let alone =
+            self.options.settings.cluster.address.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_loopback());
+        let (where_, how) = match alone {
+            true => ("on this machine ", "--root OTHER --name OTHER --port-base PORT"),
+            false => ("", "--set cluster.address=ITS-ADDRESS"),
+        };
+        let say = &self.options.say;
+        say(&format!(
+            "a second node {where_}joins within the hour with: SPARK_KV_JOIN={token} spark-kv up {how} (and the profile and settings of this one)"
+        ));
+        if alone {
+            say(
+                "  for one on another box, start this one with --set cluster.address=ITS-ADDRESS-ON-THE-CABLE",
+            );
         }
     }
 }
 
 /// Waits for the node's end, and brings it about when asked.
-async fn stand_by(mut node: tokio::process::Child, ends: &Ends) -> String {
+async fn stand_by(mut node: tokio::process::Child, ends: &Ends) -> io::Result<std::process::ExitStatus> {
     let (mut asked, mut killed) = (false, false);
     let mut limit = None;
-    let status = loop {
+    loop {
         tokio::select! {
-            status = node.wait() => break status,
+            status = node.wait() => return status,
             () = ends.stop.cancelled(), if !asked => {
                 asked = true;
                 limit = Some(tokio::time::Instant::now() + NODE_GRACE);
@@ -314,10 +355,6 @@ async fn stand_by(mut node: tokio::process::Child, ends: &Ends) -> String {
                 send(&node, Signal::SIGKILL);
             }
         }
-    };
-    match status {
-        Ok(status) => guard::describe(status),
-        Err(error) => format!("cannot be waited for: {error}"),
     }
 }
 

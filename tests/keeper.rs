@@ -318,7 +318,27 @@ fn a_stop_ends_a_grandchild_that_ignores_term_and_leaves_nothing() {
     assert_eq!(b.stop(), 0);
     b.nobody_left();
     let log = b.logs();
-    assert!(log.contains("serves `fake`") && log.contains("--join spark1-token"), "{log}");
+    assert!(log.contains("serves `fake`") && log.contains("SPARK_KV_JOIN=spark1-token"), "{log}");
+}
+
+/// A port that stays taken is not waited for without end: whoever typed `up` is told, and nothing is left.
+#[test]
+fn a_node_that_cannot_start_is_given_up_with_its_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().min(65_000).to_string();
+    let _also = std::net::TcpListener::bind(format!("127.0.0.1:{port}"));
+    let root = dir.path().to_str().unwrap();
+    let ended = Command::new(env!("CARGO_BIN_EXE_spark-kv"))
+        .args(["up", "--root", root, "--port-base", &port, "--set", "engine.kind=mock", "--name", "t"])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned() + &String::from_utf8_lossy(&ended.stdout);
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("failed to listen on 127.0.0.1:{port}")), "{said}");
+    assert!(said.contains("the node could not start 5 times in a row"), "{said}");
+    assert_eq!(processes_of(dir.path()), Vec::<u32>::new());
 }
 
 #[test]

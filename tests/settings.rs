@@ -377,3 +377,13 @@ fn sizes_are_exact() {
     let settings = Case::new().set("store.capacity", "2TB").load().unwrap().settings;
     assert_eq!(settings.store.capacity, Bytes(2_000_000_000_000));
 }
+
+#[test]
+fn a_variable_that_nobody_reads_is_not_passed_over_in_silence() {
+    let case = Case::new().env("SPARK_KV_STORE_QUEUE_DEPTH", "4");
+    assert_eq!(
+        case.problem(),
+        "environment SPARK_KV_STORE_QUEUE_DEPTH: is no variable of spark-kv; did you mean SPARK_KV__STORE__QUEUE_DEPTH?"
+    );
+    Case::new().env("SPARK_KV_OFFLINE", "1").load().unwrap();
+}

@@ -14,6 +14,8 @@ pub enum Exit {
     NotFound,
     /// Wrong arguments or settings: trying again changes nothing.
     Usage,
+    /// A node that could not start, for its keeper.
+    CannotStart,
     /// What a program that `guard` ran ended with.
     Child(u8),
 }
@@ -25,6 +27,7 @@ impl Exit {
             Self::Failed => 1,
             Self::NotFound => 2,
             Self::Usage => 64,
+            Self::CannotStart => crate::keeper::CANNOT_START,
             Self::Child(code) => code,
         }
     }

@@ -89,8 +89,13 @@ fn serve(loaded: Loaded) -> anyhow::Result<Exit> {
     let settings = loaded.settings;
     log_to_stderr(&settings.log);
     let places = Places::of(&settings);
-    node::run(settings, places)?;
-    Ok(Exit::Done)
+    match node::run(settings, places) {
+        Ok(()) => Ok(Exit::Done),
+        Err(error @ node::Error::Broken) => Err(error.into()),
+        Err(error) => {
+            Err(Told { exit: Exit::CannotStart, what: format!("{:#}", anyhow::Error::from(error)) }.into())
+        }
+    }
 }
 
 /// The log's one set-up. Its lines go to stderr, which the keeper passes on.

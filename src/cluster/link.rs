@@ -175,10 +175,18 @@ async fn admit(
     if of == inner.shared.me {
         return Err(("stranger", "this node dialled itself".into()));
     }
-    if !inner.shared.knows(of) {
-        let Some(secret) = hello.secret else {
-            return Err(("stranger", "this node does not know you; join with a token".into()));
-        };
+    let known = inner.shared.knows(of);
+    if !known && hello.secret.is_none() {
+        return Err(("stranger", "this node does not know you; join with a token".into()));
+    }
+    // Names stand in pages, in requests and in engine ids; two nodes of one name cannot be told apart there.
+    let theirs = |pin: &Pin| pin.name == hello.name && pin.fingerprint != of;
+    if hello.name == inner.name || inner.shared.pins().iter().any(theirs) {
+        let reason =
+            format!("another node is called `{}` already: give one of them another --name", hello.name);
+        return Err(("name", reason));
+    }
+    if let Some(secret) = hello.secret.filter(|_| !known) {
         inner.redeem(&secret).map_err(|refusal| (refusal.label(), refusal.to_string()))?;
         tracing::info!(peer = hello.name, ?of, "a node joined by a token");
     }

@@ -83,7 +83,7 @@ impl Metrics {
             "Nodes that were not let in, by reason.",
             &["reason"],
         );
-        for reason in ["unknown", "used", "expired", "stranger", "version", "crowd"] {
+        for reason in ["unknown", "used", "expired", "stranger", "version", "crowd", "name"] {
             refused.with_label_values(&[reason]);
         }
         Self {

@@ -73,8 +73,12 @@ impl Node {
 }
 
 fn hello(secret: Option<Secret>) -> Message {
+    hello_of("b", secret)
+}
+
+fn hello_of(name: &str, secret: Option<Secret>) -> Message {
     let data = vec!["127.0.0.1:1".into()];
-    Message::Hello(Hello { generation: 1, name: "b".into(), control: "127.0.0.1:1".into(), data, secret })
+    Message::Hello(Hello { generation: 1, name: name.into(), control: "127.0.0.1:1".into(), data, secret })
 }
 
 /// Says one thing and returns the next answer.
@@ -125,7 +129,7 @@ async fn a_token_lets_in_once_and_the_key_is_known_from_then_on() {
     let Message::Hello(theirs) = ask(&mut stream, &hello(secret)).await.unwrap() else { panic!() };
     assert_eq!((theirs.name.as_str(), theirs.generation, theirs.secret), ("a", 1, None));
     let mut other = node.connect("c", tls::CONTROL).await.unwrap();
-    let Message::Refused(reason) = ask(&mut other, &hello(secret)).await.unwrap() else { panic!() };
+    let Message::Refused(reason) = ask(&mut other, &hello_of("c", secret)).await.unwrap() else { panic!() };
     assert_eq!(reason, "the token was used already");
     assert_eq!(node.count("joins_refused_total{reason=\"used\"}"), 1);
     let mut again = node.connect("b", tls::CONTROL).await.unwrap();
@@ -133,6 +137,25 @@ async fn a_token_lets_in_once_and_the_key_is_known_from_then_on() {
     let known = identity::read_pins(&node.folder.path().join("identity")).unwrap();
     assert_eq!(known.len(), 1);
     assert_eq!(known[0].name, "b");
+    node.end().await;
+}
+
+#[tokio::test]
+async fn two_nodes_of_one_name_do_not_come_together() {
+    let node = Node::start().await;
+    let secret = node.secret();
+    let mut stream = node.connect("b", tls::CONTROL).await.unwrap();
+    let Message::Refused(reason) = ask(&mut stream, &hello_of("a", secret)).await.unwrap() else { panic!() };
+    assert_eq!(reason, "another node is called `a` already: give one of them another --name");
+    assert_eq!(node.count("joins_refused_total{reason=\"name\"}"), 1);
+    let mut stream = node.connect("b", tls::CONTROL).await.unwrap();
+    assert!(
+        matches!(ask(&mut stream, &hello(secret)).await, Ok(Message::Hello(_))),
+        "the token is still good"
+    );
+    let mut third = node.connect("c", tls::CONTROL).await.unwrap();
+    let Message::Refused(reason) = ask(&mut third, &hello(node.secret())).await.unwrap() else { panic!() };
+    assert!(reason.contains("called `b`"), "{reason}");
     node.end().await;
 }
 

@@ -156,7 +156,7 @@ impl Inputs {
             .filter_map(|(name, value)| {
                 Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
             })
-            .filter(|(name, _)| name.starts_with(PREFIX) || name == JOIN.0)
+            .filter(|(name, _)| name.starts_with(PREFIX) || name == JOIN.0 || nearly(name).is_some())
             .collect();
         self
     }
@@ -505,7 +505,12 @@ impl Schema {
                     }
                 }
                 None if name == JOIN.0 => JOIN.1.to_owned(),
-                None => continue,
+                None => {
+                    let what = |meant| format!("is no variable of spark-kv; did you mean {meant}?");
+                    let (origin, key) = (Origin::Env(name.clone()), String::new());
+                    problems.extend(nearly(name).map(|meant| Problem { origin, key, what: what(meant) }));
+                    continue;
+                }
             };
             self.take_text(key, Origin::Env(name.clone()), text, leaves, problems);
         }
@@ -543,6 +548,15 @@ impl Schema {
         };
         leaves.push(Leaf { key, value, origin });
     }
+}
+
+/// What a variable was meant to be that names a section of ours as nobody reads it: it would be ignored in silence.
+fn nearly(name: &str) -> Option<String> {
+    const SECTIONS: [&str; 7] = ["NODE", "LISTEN", "ENGINE", "STORE", "CLUSTER", "ROUTER", "LOG"];
+    let rest = name.strip_prefix("SPARK_KV_").filter(|_| !name.starts_with(PREFIX))?;
+    let (section, key) = rest.split_once('_')?;
+    let key = key.trim_start_matches('_');
+    SECTIONS.contains(&section).then(|| format!("{PREFIX}{section}__{key}"))
 }
 
 fn is_path(profile: &str) -> bool {
