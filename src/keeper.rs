@@ -294,7 +294,7 @@ impl Keep {
                 (Phase::Ready, _) => {
                     let (name, address, port) = (&view.served_name, &listen.address, listen.port);
                     say(&format!(
-                        "ready: http://{address}:{port}/v1 serves `{name}`, the page is http://{address}:{port}/"
+                        "engine up: http://{address}:{port}/v1 serves `{name}` once its cache is checked, some seconds from now; the page is http://{address}:{port}/"
                     ));
                     self.invite();
                 }

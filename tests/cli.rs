@@ -195,6 +195,15 @@ fn sample(verdict: Verdict) -> State {
         sources: Some(sources),
         ..Request::default()
     }];
+    let of = |status, duration_ms, broken| Request {
+        endpoint: "completions".into(),
+        node: "spark-a".into(),
+        status,
+        duration_ms,
+        broken,
+        ..Request::default()
+    };
+    node.requests.extend([of(200, 380, false), of(200, 90, true), of(503, 1, false)]);
     let alert = Alert {
         code: "peer-gone".into(),
         cause: "spark-b was last heard at 14:02".into(),
@@ -223,6 +232,9 @@ fn status_finds_the_node_through_its_root_and_shows_one_screen() {
         "spark-b  gone",
         "98.3 % own drive",
         "7012 tokens: drive 6896, computed 116  217 ms to first",
+        "200  completions on spark-a  sources not reported  380 ms in all",
+        "the engine broke off",
+        "503  completions on spark-a  sources not reported  failed",
         "! peer-gone on spark-a",
         "what to do: look at the cable",
     ] {

@@ -380,10 +380,10 @@ function showRequest(tr, r, now) {
   track.hidden = !r.sources || !r.sources.prompt;
   band(track, r.sources ?? {});
   cell("first", r.ttft_ms == null ? "–" : millis(r.ttft_ms));
-  const failed = r.status >= 400;
+  const failed = r.status >= 400 || r.broken;
   tr.querySelector(".answer").classList.toggle("failed", failed);
   const tokens = r.completion_tokens == null ? "" : `${count(r.completion_tokens)} tokens`;
-  cell("answer", r.status === 499 ? "client left" : failed ? `failed, ${r.status}` : tokens || "done");
+  cell("answer", r.broken ? "broke off" : r.status === 499 ? "client left" : failed ? `failed, ${r.status}` : tokens || "done");
   attr(tr.querySelector(".answer"), "title", `status ${r.status}, ${millis(r.duration_ms)} in all`);
   cell("why", r.why);
 }

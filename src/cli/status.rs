@@ -285,13 +285,20 @@ fn line_of(r: &Request, now: u64) -> String {
             format!("{prompt} tokens: {}", parts.join(", "))
         }
     };
-    let ttft = r.ttft_ms.map_or("no answer".to_owned(), |ms| format!("{ms} ms to first"));
+    let answer = match (r.ttft_ms, r.status) {
+        _ if r.broken => "the engine broke off".to_owned(),
+        (Some(ms), _) => format!("{ms} ms to first"),
+        (None, 499) => "client left".to_owned(),
+        (None, 400..) => "failed".to_owned(),
+        (None, _) => format!("{} ms in all", r.duration_ms),
+    };
+    let node = if r.node.is_empty() { "no box" } else { &r.node };
     format!(
-        "  {:>4} s ago  {}  {} on {}  {sources}  {ttft}  {}",
+        "  {:>4} s ago  {}  {} on {}  {sources}  {answer}  {}",
         now.saturating_sub(r.started_unix),
         r.status,
         clean(&r.endpoint),
-        clean(&r.node),
+        clean(node),
         clean(&r.why)
     )
 }

@@ -12,6 +12,14 @@ use hyper_util::rt::TokioExecutor;
 /// Longest answer that is read: a list of models or a completion of some tokens with log-probabilities.
 const ANSWER_MAX: usize = 4 << 20;
 
+/// Id of every request that the node makes for itself.
+const OWN: &str = "spark-kv-own";
+
+/// Whether the engine's id of a request says that the node made it itself (the canary's, mostly).
+pub fn is_own_request(engine_id: &str) -> bool {
+    engine_id.strip_prefix("cmpl-").is_some_and(|id| id.starts_with(OWN))
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no answer within {} s", .0.as_secs())]
@@ -96,6 +104,7 @@ impl Http {
             .method(method)
             .uri(format!("{}{path}", self.url))
             .header("content-type", "application/json")
+            .header("x-request-id", OWN)
             .body(Full::new(bytes))
             .map_err(|e| unreachable(&e))?;
         let answer = self.client.request(request).await.map_err(|e| unreachable(&e))?;

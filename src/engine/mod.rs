@@ -20,6 +20,7 @@ pub mod supervise;
 pub mod view;
 
 pub use fingerprint::{differences, fingerprint};
+pub use http::is_own_request;
 pub use own::Own;
 pub use process::Identity;
 pub use pulse::{Finger, Pulse};

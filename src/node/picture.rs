@@ -13,7 +13,7 @@ use crate::api::admin::Picture;
 use crate::base::clock::unix_seconds;
 use crate::base::fault::{Code, Fault};
 use crate::cluster::{Member, MemberState};
-use crate::engine::{Finger, Pulse};
+use crate::engine::{self, Finger, Pulse};
 use crate::observe::health::{Health, HealthFacts, PeerFacts};
 use crate::observe::requests::Request;
 use crate::observe::state::{CacheState, EngineState, NodeView, PeerView, State, Tier};
@@ -82,6 +82,8 @@ pub async fn keep_ledger(parts: Parts) {
                 Err(RecvError::Closed) => return,
             },
             report = reports.recv() => match report {
+                // What the node asked for itself (the canary) is nobody's traffic.
+                Ok(report) if engine::is_own_request(&report.request) => {}
                 Ok(report) => parts.ledger.lock().attach(&report.request, report.sources),
                 Err(RecvError::Lagged(missed)) => tracing::warn!(missed, "the ledger fell behind: sources are missing in it"),
                 Err(RecvError::Closed) => return,
@@ -122,6 +124,7 @@ fn entry(outcome: router::Outcome) -> Request {
         prompt_tokens: tokens(usage.prompt_tokens),
         cached_tokens: tokens(usage.cached_tokens),
         completion_tokens: tokens(usage.completion_tokens),
+        broken: outcome.end == router::End::Broken,
         why: outcome.why,
         sources: None,
     }
@@ -192,16 +195,21 @@ pub fn health(parts: &Parts, beat: &Beat) -> Health {
         }
     });
     let judged = parts.judged.borrow().clone();
-    let judged = (judged.engine_id == engine.engine_id).then_some(judged);
+    let tier = (judged.engine_id == engine.engine_id).then_some(judged.tier).flatten();
+    let checking = engine.is_ready() && tier.is_none();
     Health::of(&HealthFacts {
-        engine_ready: engine.is_ready(),
+        engine_ready: engine.is_ready() && !checking,
         engine_phase: engine.phase.to_string(),
-        engine_reason: engine.reason.clone(),
+        engine_reason: if checking {
+            Some("its cache is being checked".into())
+        } else {
+            engine.reason.clone()
+        },
         running: beat.pulse.running,
         silent: beat.silent,
         silence_allowed: SILENCE,
         plugin_connected: parts.door.engine().is_some(),
-        tier: judged.and_then(|judged| judged.tier),
+        tier,
         drive_read_only: parts.store.status().read_only,
         peers: peers.collect(),
         share: parts.settings.router.share,

@@ -41,6 +41,8 @@ pub struct Request {
     pub prompt_tokens: Option<u32>,
     pub cached_tokens: Option<u32>,
     pub completion_tokens: Option<u32>,
+    /// The engine broke off after the answer had begun.
+    pub broken: bool,
     /// Why it went to that node, in a sentence.
     pub why: String,
     /// Where the prompt's tokens came from. Filled by the ledger.
