@@ -24,6 +24,7 @@ mod mem;
 mod metrics;
 mod recover;
 mod ring;
+mod slab;
 mod work;
 
 #[cfg(test)]

@@ -199,6 +199,7 @@ impl Recovery<'_> {
         let segments = self.fit(capacity, segments)?;
         let mut log = Log::new(Limits { store, capacity, segment, other: self.other }, self.next);
         let mut index = Index::default();
+        index.reserve(segments.iter().filter_map(|s| s.foot.as_ref()).map(Vec::len).sum());
         let mut handles = HashMap::new();
         let newest = segments.last().map(|s| s.head.sequence);
         for Segment { head, found, handle, foot } in segments {
