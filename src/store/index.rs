@@ -237,6 +237,15 @@ impl Index {
         all
     }
 
+    /// Bytes that this has allocated.
+    pub fn memory(&self) -> usize {
+        let chain = size_of::<(Sequence, Chain)>() + size_of::<(Space, u32)>();
+        self.rows.memory()
+            + self.table.allocation_size()
+            + self.spaces.held.memory()
+            + (self.chains.len() + self.spaces.numbers.capacity()) * chain
+    }
+
     /// The row of this space that was appended just before `place`, for the mutant that answers with it.
     pub fn before(&self, space: &Space, place: &Place) -> Option<(RowKey, Place)> {
         let number = *self.spaces.numbers.get(space)?;
@@ -266,6 +275,14 @@ impl Index {
         self.walk(first).map(|(_, row)| (self.spaces.of(row.space), row.key, row.place, row.heat))
     }
 
+    /// Shows every row, in no order.
+    pub fn each(&self, mut see: impl FnMut(&Space, &RowKey, &Place)) {
+        for &at in &self.table {
+            let row = self.rows.get(at);
+            see(&self.spaces.of(row.space), &row.key, &row.place);
+        }
+    }
+
     /// Rows of a segment that can be read.
     pub fn count_of(&self, sequence: Sequence) -> u64 {
         self.chains.get(&sequence).map_or(0, |chain| chain.rows)
@@ -274,15 +291,6 @@ impl Index {
     /// Payload bytes of a segment that can be read.
     pub fn bytes_of(&self, sequence: Sequence) -> u64 {
         self.chains.get(&sequence).map_or(0, |chain| chain.bytes)
-    }
-
-    /// Bytes that this has allocated.
-    pub fn memory(&self) -> usize {
-        let chain = size_of::<(Sequence, Chain)>() + size_of::<(Space, u32)>();
-        self.rows.memory()
-            + self.table.allocation_size()
-            + self.spaces.held.memory()
-            + (self.chains.len() + self.spaces.numbers.capacity()) * chain
     }
 }
 
@@ -525,6 +533,11 @@ mod tests {
                 prop_assert_eq!(index.bytes_of(sequence), known.iter().map(|r| u64::from(r.2.length)).sum::<u64>());
                 prop_assert_eq!(rows, known);
             }
+            let mut shown = Oracle::default();
+            index.each(|&space, &key, &place| {
+                shown.0.insert((space, key), (place, index.heat(&space, &key).unwrap()));
+            });
+            prop_assert_eq!(&shown.0, &oracle.0);
             prop_assert_eq!(index.spaces(), oracle.spaces());
             let (mut held, _) = index.subscribe(space(1));
             held.sort_unstable();
