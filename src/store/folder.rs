@@ -9,6 +9,7 @@ use std::sync::Arc;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, Flock, FlockArg, fallocate};
 use nix::libc::O_DIRECT;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::disk::{Buffer, Found, Handle};
 use super::format::PAGE;
@@ -17,6 +18,10 @@ use super::format::PAGE;
 pub const LOCK: &str = "lock";
 /// Files that are being made end in this. A start removes what a cut left of them.
 pub const UNFINISHED: &str = ".unfinished";
+
+/// Descriptors that a store wants to be allowed. Each segment stays open, and a terabyte is four thousand segments of
+/// 256 MiB; a process begins with 1024.
+const DESCRIPTORS: u64 = 1 << 17;
 
 /// A folder that is ours alone as long as this lives.
 #[derive(Debug)]
@@ -38,6 +43,7 @@ impl Folder {
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.join(LOCK))?;
         let lock =
             Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| Error::from(errno))?;
+        allow_many_files();
         let mut folder = Self { path: path.to_owned(), direct: true, _lock: lock };
         folder.direct = folder.can_be_direct()?;
         Ok(folder)
@@ -45,7 +51,12 @@ impl Folder {
 
     /// Writes and reads one page past the page cache.
     fn can_be_direct(&self) -> io::Result<bool> {
-        let path = self.path.join(format!("probe{UNFINISHED}"));
+        // A folder may be in the way of the name.
+        let names = (0..16).map(|n| format!("probe-{n}{UNFINISHED}"));
+        let Some(name) = names.into_iter().find(|name| !self.path.join(name).is_dir()) else {
+            return Ok(true);
+        };
+        let path = self.path.join(&name);
         let attempt = || -> io::Result<()> {
             let file = self.options().create(true).truncate(true).mode(0o600).open(&path)?;
             let mut page = Buffer::zeroed(PAGE);
@@ -53,7 +64,7 @@ impl Folder {
             file.read_exact_at(&mut page, 0)
         };
         let outcome = attempt();
-        self.remove(&format!("probe{UNFINISHED}"))?;
+        self.remove(&name)?;
         match outcome {
             Ok(()) => Ok(true),
             // A full drive can still serve what it holds; the first write will say that it is full.
@@ -76,7 +87,11 @@ impl Folder {
         let mut all = Vec::new();
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
-            let about = entry.metadata()?;
+            let about = match entry.metadata() {
+                // Somebody else's, gone meanwhile.
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                about => about?,
+            };
             all.push(Found {
                 name: entry.file_name().to_string_lossy().into_owned(),
                 len: about.len(),
@@ -129,5 +144,14 @@ impl Folder {
 
     pub fn sync(&self) -> io::Result<()> {
         File::open(&self.path)?.sync_all()
+    }
+}
+
+/// As many descriptors as are allowed without asking anybody. Where they do not suffice, opening says so.
+fn allow_many_files() {
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < DESCRIPTORS.min(hard)
+    {
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, DESCRIPTORS.min(hard), hard);
     }
 }

@@ -3,12 +3,20 @@
 //! A key enters when its record is whole and leaves when its segment is reclaimed or its row turned out damaged.
 //! Whoever subscribes to a space gets what it holds and every change from exactly there on, because both happen
 //! under the one lock that the owner keeps around this.
+//!
+//! A drive of a terabyte holds a million rows, so a row must be small here, and nothing that happens often may walk
+//! all of them. Rows lie in a [`Slab`], 80 bytes each; a hash table of their numbers finds them by space and key
+//! (another 6 to 12 bytes); the rows of a segment are chained, so that reclaiming one costs that one's rows. Rows and
+//! bytes are counted as they come and go, for each space and each segment.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, RandomState};
 
+use hashbrown::HashTable;
 use tokio::sync::broadcast;
 
 use super::format::{Entry, PAGE64, Sequence};
+use super::slab::Slab;
 use crate::base::block::{RowKey, Space};
 
 /// Changes that a subscriber may lag behind. A segment of 256 MiB holds 4096 rows of 64 KiB, so one reclaim fits;
@@ -50,90 +58,307 @@ impl Place {
     }
 }
 
+/// What is remembered of a row's use. Plain data that lies beside the row; `worth.rs` gives it its meaning. It begins
+/// at zero, stays with a row that moves to another segment, and ends with the row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Heat {
+    /// When it was last used, in seconds of the store's own clock.
+    pub last: u32,
+    /// How often it was used.
+    pub uses: u16,
+    pub flags: u16,
+}
+
+/// No row: the end of a chain.
+const NONE: u32 = u32::MAX;
+
+#[derive(Debug)]
+struct Row {
+    place: Place,
+    key: RowKey,
+    heat: Heat,
+    /// Number of its space.
+    space: u32,
+    /// Its neighbours among the rows of its segment.
+    before: u32,
+    after: u32,
+}
+
+/// Rows of one segment, in the order in which they came.
+#[derive(Debug)]
+struct Chain {
+    first: u32,
+    last: u32,
+    rows: u64,
+    bytes: u64,
+}
+
+/// What a space holds.
+#[derive(Debug)]
+struct Held {
+    space: Space,
+    rows: u64,
+    bytes: u64,
+}
+
+/// Spaces that hold rows, each under a number that its rows carry.
+#[derive(Debug, Default)]
+struct Spaces {
+    numbers: HashMap<Space, u32>,
+    held: Slab<Held>,
+}
+
+impl Spaces {
+    fn number(&mut self, space: Space) -> u32 {
+        let held = &mut self.held;
+        *self.numbers.entry(space).or_insert_with(|| held.add(Held { space, rows: 0, bytes: 0 }))
+    }
+
+    fn of(&self, number: u32) -> Space {
+        self.held.get(number).space
+    }
+
+    fn count(&mut self, number: u32, length: u32) {
+        let held = self.held.get_mut(number);
+        held.rows += 1;
+        held.bytes += u64::from(length);
+    }
+
+    fn discount(&mut self, number: u32, length: u32) {
+        let held = self.held.get_mut(number);
+        held.rows -= 1;
+        held.bytes -= u64::from(length);
+        if held.rows == 0 {
+            self.numbers.remove(&held.space);
+            self.held.remove(number);
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 pub struct Index {
-    spaces: HashMap<Space, HashMap<RowKey, Place>>,
+    rows: Slab<Row>,
+    /// Numbers of rows, by the hash of space and key.
+    table: HashTable<u32>,
+    hasher: RandomState,
+    spaces: Spaces,
+    chains: BTreeMap<Sequence, Chain>,
     listeners: HashMap<Space, broadcast::Sender<Change>>,
-    rows: u64,
 }
 
 impl Index {
     pub fn rows(&self) -> u64 {
-        self.rows
+        self.table.len() as u64
     }
 
     pub fn get(&self, space: &Space, key: &RowKey) -> Option<Place> {
-        self.spaces.get(space)?.get(key).copied()
+        Some(self.rows.get(self.find(space, key)?).place)
     }
 
-    /// A row is whole at `place`. An older place of the same key is forgotten.
+    /// Room for this many further rows, made at once.
+    pub fn reserve(&mut self, rows: usize) {
+        let Self { rows: slab, hasher, table, .. } = self;
+        table.reserve(rows, |&at| {
+            let row = slab.get(at);
+            hasher.hash_one((row.space, row.key))
+        });
+    }
+
+    /// A row is whole at `place`. An older place of the same key is forgotten; its heat stays.
     pub fn add(&mut self, space: Space, key: RowKey, place: Place) {
-        if self.spaces.entry(space).or_default().insert(key, place).is_none() {
-            self.rows += 1;
+        let number = self.spaces.number(space);
+        self.spaces.count(number, place.length);
+        let hash = self.hasher.hash_one((number, key));
+        let Self { rows, hasher, table, .. } = self;
+        let same = |&at: &u32| {
+            let row = rows.get(at);
+            row.key == key && row.space == number
+        };
+        if let Some(&at) = table.find(hash, same) {
+            let old = self.unchain(at);
+            self.spaces.discount(number, old.length);
+            self.rows.get_mut(at).place = place;
+            self.chain(at);
+        } else {
+            let heat = Heat::default();
+            let at = rows.add(Row { place, key, heat, space: number, before: NONE, after: NONE });
+            table.insert_unique(hash, at, |&at| {
+                let row = rows.get(at);
+                hasher.hash_one((row.space, row.key))
+            });
+            self.chain(at);
         }
         self.tell(Change { space, key, position: place.position, kind: ChangeKind::Added });
     }
 
     /// The row at `place` is not to be read again. False when the key has moved on, or is gone already.
     pub fn remove(&mut self, space: &Space, key: &RowKey, place: &Place) -> bool {
-        let Some(keys) = self.spaces.get_mut(space).filter(|keys| keys.get(key) == Some(place)) else {
+        let Some(at) = self.find(space, key).filter(|&at| self.rows.get(at).place == *place) else {
             return false;
         };
-        keys.remove(key);
-        if keys.is_empty() {
-            self.spaces.remove(space);
-        }
-        self.rows -= 1;
-        self.tell(Change { space: *space, key: *key, position: place.position, kind: ChangeKind::Removed });
+        self.unchain(at);
+        let change = self.drop_row(at);
+        self.tell(change);
         true
     }
 
     /// Every row of a segment leaves. Returns how many.
     pub fn forget(&mut self, sequence: Sequence) -> usize {
-        let mut gone = Vec::new();
-        for (space, keys) in &mut self.spaces {
-            gone.extend(keys.extract_if(|_, place| place.sequence == sequence).map(|(key, place)| Change {
-                space: *space,
-                key,
-                position: place.position,
-                kind: ChangeKind::Removed,
-            }));
+        let Some(chain) = self.chains.remove(&sequence) else { return 0 };
+        let (mut at, mut count) = (chain.first, 0);
+        while at != NONE {
+            let next = self.rows.get(at).after;
+            let change = self.drop_row(at);
+            self.tell(change);
+            (at, count) = (next, count + 1);
         }
-        self.spaces.retain(|_, keys| !keys.is_empty());
-        self.rows -= gone.len() as u64;
-        let count = gone.len();
-        gone.into_iter().for_each(|change| self.tell(change));
         count
     }
 
     /// What a space holds, and what changes from here on.
     pub fn subscribe(&mut self, space: Space) -> (Vec<(RowKey, u32)>, broadcast::Receiver<Change>) {
         self.listeners.retain(|_, sender| sender.receiver_count() > 0);
-        let held = self
-            .spaces
-            .get(&space)
-            .into_iter()
-            .flatten()
-            .map(|(key, place)| (*key, place.position))
-            .collect();
+        let number = self.spaces.numbers.get(&space);
+        let rows = number.map_or(0, |&number| self.spaces.held.get(number).rows);
+        let mut held = Vec::with_capacity(usize::try_from(rows).expect("they are in memory"));
+        if let Some(&number) = number {
+            let all = self.table.iter().map(|&at| self.rows.get(at));
+            held.extend(all.filter(|row| row.space == number).map(|row| (row.key, row.place.position)));
+        }
         let sender = self.listeners.entry(space).or_insert_with(|| broadcast::channel(CHANGES).0);
         (held, sender.subscribe())
     }
 
     /// Per space: rows and payload bytes.
     pub fn spaces(&self) -> Vec<(Space, u64, u64)> {
-        let sum = |keys: &HashMap<RowKey, Place>| keys.values().map(|p| u64::from(p.length)).sum();
-        let mut all: Vec<_> =
-            self.spaces.iter().map(|(s, keys)| (*s, keys.len() as u64, sum(keys))).collect();
+        let held = self.spaces.numbers.values().map(|&number| self.spaces.held.get(number));
+        let mut all: Vec<_> = held.map(|held| (held.space, held.rows, held.bytes)).collect();
         all.sort_unstable();
         all
     }
 
+    /// Bytes that this has allocated.
+    pub fn memory(&self) -> usize {
+        let chain = size_of::<(Sequence, Chain)>() + size_of::<(Space, u32)>();
+        self.rows.memory()
+            + self.table.allocation_size()
+            + self.spaces.held.memory()
+            + (self.chains.len() + self.spaces.numbers.capacity()) * chain
+    }
+
     /// The row of this space that was appended just before `place`, for the mutant that answers with it.
     pub fn before(&self, space: &Space, place: &Place) -> Option<(RowKey, Place)> {
+        let number = *self.spaces.numbers.get(space)?;
         let order = |p: &Place| (p.sequence, p.page);
-        let earlier = self.spaces.get(space)?.iter().filter(|(_, p)| order(p) < order(place));
-        earlier.max_by_key(|(_, p)| order(p)).map(|(key, p)| (*key, *p))
+        self.chains.range(..=place.sequence).rev().find_map(|(_, chain)| {
+            let rows = self.walk(chain.first).map(|(_, row)| row);
+            let earlier = rows.filter(|row| row.space == number && order(&row.place) < order(place));
+            earlier.max_by_key(|row| row.place.page).map(|row| (row.key, row.place))
+        })
+    }
+}
+
+#[cfg_attr(not(test), expect(dead_code, reason = "what rows are worth is judged by this"))]
+impl Index {
+    pub fn heat(&self, space: &Space, key: &RowKey) -> Option<Heat> {
+        Some(self.rows.get(self.find(space, key)?).heat)
+    }
+
+    pub fn heat_mut(&mut self, space: &Space, key: &RowKey) -> Option<&mut Heat> {
+        let at = self.find(space, key)?;
+        Some(&mut self.rows.get_mut(at).heat)
+    }
+
+    /// What a segment holds, in the order in which it came: nearly that of its pages.
+    pub fn rows_of(&self, sequence: Sequence) -> impl Iterator<Item = (Space, RowKey, Place, Heat)> + '_ {
+        let first = self.chains.get(&sequence).map_or(NONE, |chain| chain.first);
+        self.walk(first).map(|(_, row)| (self.spaces.of(row.space), row.key, row.place, row.heat))
+    }
+
+    /// Shows every row, in no order.
+    pub fn each(&self, mut see: impl FnMut(&Space, &RowKey, &Place)) {
+        for &at in &self.table {
+            let row = self.rows.get(at);
+            see(&self.spaces.of(row.space), &row.key, &row.place);
+        }
+    }
+
+    /// Rows of a segment that can be read.
+    pub fn count_of(&self, sequence: Sequence) -> u64 {
+        self.chains.get(&sequence).map_or(0, |chain| chain.rows)
+    }
+
+    /// Payload bytes of a segment that can be read.
+    pub fn bytes_of(&self, sequence: Sequence) -> u64 {
+        self.chains.get(&sequence).map_or(0, |chain| chain.bytes)
+    }
+}
+
+impl Index {
+    fn find(&self, space: &Space, key: &RowKey) -> Option<u32> {
+        let number = *self.spaces.numbers.get(space)?;
+        let same = |&at: &u32| {
+            let row = self.rows.get(at);
+            row.key == *key && row.space == number
+        };
+        self.table.find(self.hasher.hash_one((number, key)), same).copied()
+    }
+
+    /// A chain from a row on.
+    fn walk(&self, first: u32) -> impl Iterator<Item = (u32, &Row)> + '_ {
+        let row = |at: u32| (at != NONE).then(|| (at, self.rows.get(at)));
+        std::iter::successors(row(first), move |(_, last)| row(last.after))
+    }
+
+    /// Puts a row at the end of its segment's chain.
+    fn chain(&mut self, at: u32) {
+        let Place { sequence, length, .. } = self.rows.get(at).place;
+        let new = Chain { first: at, last: NONE, rows: 0, bytes: 0 };
+        let chain = self.chains.entry(sequence).or_insert(new);
+        let before = std::mem::replace(&mut chain.last, at);
+        chain.rows += 1;
+        chain.bytes += u64::from(length);
+        if before != NONE {
+            self.rows.get_mut(before).after = at;
+        }
+        let row = self.rows.get_mut(at);
+        (row.before, row.after) = (before, NONE);
+    }
+
+    /// Takes a row out of its segment's chain, and gives where it was.
+    fn unchain(&mut self, at: u32) -> Place {
+        let &Row { place, before, after, .. } = self.rows.get(at);
+        if before != NONE {
+            self.rows.get_mut(before).after = after;
+        }
+        if after != NONE {
+            self.rows.get_mut(after).before = before;
+        }
+        let chain = self.chains.get_mut(&place.sequence).expect("every row is in its segment's chain");
+        chain.rows -= 1;
+        chain.bytes -= u64::from(place.length);
+        if before == NONE {
+            chain.first = after;
+        }
+        if after == NONE {
+            chain.last = before;
+        }
+        if chain.rows == 0 {
+            self.chains.remove(&place.sequence);
+        }
+        place
+    }
+
+    /// Takes a row that is in no chain any more out of everything else.
+    fn drop_row(&mut self, at: u32) -> Change {
+        let &Row { key, place, space: number, .. } = self.rows.get(at);
+        let hash = self.hasher.hash_one((number, key));
+        let entry = self.table.find_entry(hash, |&other| other == at);
+        entry.expect("every row is in the table").remove();
+        let space = self.spaces.of(number);
+        self.spaces.discount(number, place.length);
+        self.rows.remove(at);
+        Change { space, key, position: place.position, kind: ChangeKind::Removed }
     }
 
     fn tell(&self, change: Change) {
@@ -148,6 +373,7 @@ impl Index {
 mod tests {
     use super::*;
     use crate::base::block::{BlockHash, GroupId, Namespace, Rank};
+    use proptest::prelude::*;
 
     const SPACE: Space = Space { namespace: Namespace([1; 32]), rank: Rank::ONLY };
 
@@ -184,5 +410,154 @@ mod tests {
         assert_eq!(index.get(&SPACE, &key(1)), Some(place(2, 9)));
         index.remove(&SPACE, &key(1), &place(2, 9));
         assert_eq!((index.rows(), index.spaces().len()), (0, 0));
+    }
+
+    /// A slow index that cannot be wrong.
+    #[derive(Default)]
+    struct Oracle(HashMap<(Space, RowKey), (Place, Heat)>);
+
+    impl Oracle {
+        fn of(&self, sequence: Sequence) -> Vec<(Space, RowKey, Place, Heat)> {
+            let rows = self.0.iter().map(|(&(space, key), &(place, heat))| (space, key, place, heat));
+            let mut rows: Vec<_> = rows.filter(|row| row.2.sequence == sequence).collect();
+            rows.sort_by_key(|row| (row.0, row.1));
+            rows
+        }
+
+        fn spaces(&self) -> Vec<(Space, u64, u64)> {
+            let mut spaces = BTreeMap::<Space, (u64, u64)>::new();
+            for ((space, _), (place, _)) in &self.0 {
+                let held = spaces.entry(*space).or_default();
+                *held = (held.0 + 1, held.1 + u64::from(place.length));
+            }
+            spaces.into_iter().map(|(space, (rows, bytes))| (space, rows, bytes)).collect()
+        }
+
+        fn before(&self, space: &Space, place: &Place) -> Option<(RowKey, Place)> {
+            let order = |p: &Place| (p.sequence, p.page);
+            let rows = self.0.iter().filter(|((s, _), (p, _))| s == space && order(p) < order(place));
+            rows.max_by_key(|(_, (p, _))| order(p)).map(|((_, key), (p, _))| (*key, *p))
+        }
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    enum Act {
+        Add { space: u8, key: u8, sequence: u64, length: u32 },
+        Remove { space: u8, key: u8, current: bool },
+        Forget(u64),
+        Warm { space: u8, key: u8 },
+    }
+
+    fn acts() -> impl Strategy<Value = Vec<Act>> {
+        let named = || (0..3_u8, 0..24_u8);
+        let one = prop_oneof![
+            8 => (named(), 0..6_u64, 1..9_u32)
+                .prop_map(|((space, key), sequence, length)| Act::Add { space, key, sequence, length }),
+            3 => (named(), any::<bool>())
+                .prop_map(|((space, key), current)| Act::Remove { space, key, current }),
+            1 => (0..6_u64).prop_map(Act::Forget),
+            2 => named().prop_map(|(space, key)| Act::Warm { space, key }),
+        ];
+        proptest::collection::vec(one, 0..300)
+    }
+
+    fn space(n: u8) -> Space {
+        Space { namespace: Namespace([n; 32]), ..SPACE }
+    }
+
+    fn act(index: &mut Index, oracle: &mut Oracle, act: Act, page: u32) {
+        match act {
+            Act::Add { space: s, key: k, sequence, length } => {
+                let place = Place { sequence: Sequence(sequence), page, length, position: page };
+                let heat = oracle.0.get(&(space(s), key(k))).map_or(Heat::default(), |old| old.1);
+                index.add(space(s), key(k), place);
+                oracle.0.insert((space(s), key(k)), (place, heat));
+            }
+            Act::Remove { space: s, key: k, current } => {
+                let held = oracle.0.get(&(space(s), key(k))).copied();
+                let named = held.filter(|_| current).map_or(place(99, 1), |(place, _)| place);
+                assert_eq!(index.remove(&space(s), &key(k), &named), held.is_some() && current);
+                if current {
+                    oracle.0.remove(&(space(s), key(k)));
+                }
+            }
+            Act::Forget(sequence) => {
+                let before = oracle.0.len();
+                oracle.0.retain(|_, (place, _)| place.sequence != Sequence(sequence));
+                assert_eq!(index.forget(Sequence(sequence)), before - oracle.0.len());
+            }
+            Act::Warm { space: s, key: k } => {
+                let heat = index.heat_mut(&space(s), &key(k));
+                assert_eq!(heat.is_some(), oracle.0.contains_key(&(space(s), key(k))));
+                if let Some(heat) = heat {
+                    (heat.last, heat.uses) = (page, heat.uses + 1);
+                    oracle.0.get_mut(&(space(s), key(k))).unwrap().1 = *heat;
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_happens_it_knows_what_a_plain_map_knows(acts in acts()) {
+            let (mut index, mut oracle) = (Index::default(), Oracle::default());
+            let (held, mut changes) = index.subscribe(space(1));
+            prop_assert!(held.is_empty());
+            let mut heard = HashMap::new();
+            for (page, one) in (1..).zip(acts) {
+                act(&mut index, &mut oracle, one, page);
+                prop_assert_eq!(index.rows(), oracle.0.len() as u64);
+                while let Ok(change) = changes.try_recv() {
+                    match change.kind {
+                        ChangeKind::Added => heard.insert(change.key, change.position),
+                        ChangeKind::Removed => heard.remove(&change.key),
+                    };
+                }
+            }
+            for s in 0..3 {
+                for k in 0..24 {
+                    let known = oracle.0.get(&(space(s), key(k))).copied();
+                    prop_assert_eq!(index.get(&space(s), &key(k)), known.map(|(place, _)| place));
+                    prop_assert_eq!(index.heat(&space(s), &key(k)), known.map(|(_, heat)| heat));
+                    if let Some((place, _)) = known {
+                        prop_assert_eq!(index.before(&space(s), &place), oracle.before(&space(s), &place));
+                    }
+                }
+            }
+            for sequence in (0..6).map(Sequence) {
+                let mut rows: Vec<_> = index.rows_of(sequence).collect();
+                prop_assert!(rows.is_sorted_by_key(|row| row.2.page), "in the order in which they came");
+                rows.sort_by_key(|row| (row.0, row.1));
+                let known = oracle.of(sequence);
+                prop_assert_eq!(index.count_of(sequence), known.len() as u64);
+                prop_assert_eq!(index.bytes_of(sequence), known.iter().map(|r| u64::from(r.2.length)).sum::<u64>());
+                prop_assert_eq!(rows, known);
+            }
+            let mut shown = Oracle::default();
+            index.each(|&space, &key, &place| {
+                shown.0.insert((space, key), (place, index.heat(&space, &key).unwrap()));
+            });
+            prop_assert_eq!(&shown.0, &oracle.0);
+            prop_assert_eq!(index.spaces(), oracle.spaces());
+            let (mut held, _) = index.subscribe(space(1));
+            held.sort_unstable();
+            let mut heard: Vec<_> = heard.into_iter().collect();
+            heard.sort_unstable();
+            prop_assert_eq!(held, heard);
+        }
+    }
+
+    #[test]
+    fn a_row_takes_at_most_128_bytes_also_just_after_the_table_has_grown() {
+        let mut index = Index::default();
+        for n in 0..120_000_u32 {
+            let mut hash = [7; 32];
+            hash[..4].copy_from_slice(&n.to_le_bytes());
+            let place = Place { sequence: Sequence(u64::from(n) / 4096), page: n, length: 4096, position: n };
+            index.add(SPACE, RowKey { hash: BlockHash(hash), group: GroupId(0) }, place);
+            if n >= 50_000 {
+                assert!(index.memory() <= 128 * (n as usize + 1), "{} bytes for {n} rows", index.memory());
+            }
+        }
     }
 }

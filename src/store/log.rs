@@ -335,14 +335,14 @@ impl Log {
             self.next = Sequence(self.next.0 + 1);
             return Some(Step::Create(head));
         }
-        let Some((&oldest, segment)) = self.segments.iter_mut().next() else {
-            let other = self.limits.other;
-            self.stop(
-                format!("other files in its folder take {other} bytes, there is no room for a segment"),
-                now,
-            );
+        let other = self.limits.other;
+        if other + self.limits.segment + SLACK > self.limits.capacity {
+            // No segment of ours that goes would make room for another one.
+            let why = format!("other files in its folder take {other} bytes, there is no room for a segment");
+            self.stop(why, now);
             return None;
-        };
+        }
+        let (&oldest, segment) = self.segments.iter_mut().next()?;
         if !segment.dying {
             segment.dying = true;
             return Some(Step::Forget(oldest));

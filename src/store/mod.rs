@@ -22,8 +22,11 @@ mod inspect;
 mod log;
 mod mem;
 mod metrics;
+mod probe;
 mod recover;
 mod ring;
+mod scan;
+mod slab;
 mod work;
 
 #[cfg(test)]
@@ -45,6 +48,7 @@ pub use self::index::{Change, ChangeKind};
 pub use self::inspect::{Located, inspect};
 pub use self::mem::{Failure, Loss, Mem};
 use self::metrics::Metrics;
+pub use self::probe::{Probe, Restart};
 use self::ring::Ring;
 use self::work::{Event, Facts, Request, Work};
 use crate::base::block::{RowItem, RowKey, Space};
@@ -67,6 +71,9 @@ const SEGMENT_MIN: u64 = 64 << 10;
 
 /// Largest segment: its rows are verified at one start when it was not sealed.
 const SEGMENT_MAX: u64 = 4 << 30;
+
+/// Smallest store.
+const CAPACITY_MIN: u64 = MARGIN + SEGMENTS_MIN * SEGMENT_MIN;
 
 /// Room that is left beside the segments for the identity and what the file system adds to each file.
 const MARGIN: u64 = 64 << 10;
@@ -97,7 +104,7 @@ pub enum Error {
     InUse(PathBuf),
     #[error("failed to use the store's folder {folder}")]
     Folder { folder: PathBuf, source: std::io::Error },
-    #[error("a store of {0} is too small: it needs 512KiB at least")]
+    #[error("a store of {0} is too small: it needs {least} at least", least = Bytes(CAPACITY_MIN))]
     TooSmall(Bytes),
     #[error("io_uring with direct I/O was asked for and is not to be had: {0}")]
     NoRing(String),
@@ -289,6 +296,11 @@ impl Store {
 
     pub fn holds(&self, space: Space, key: &RowKey) -> bool {
         self.0.shared.index.lock().get(&space, key).is_some()
+    }
+
+    /// Memory that the index takes.
+    pub fn index_bytes(&self) -> usize {
+        self.0.shared.index.lock().memory()
     }
 
     /// Everything that is held in `space`, and every change from exactly there on. A receiver that lags

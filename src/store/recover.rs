@@ -1,21 +1,26 @@
 //! From a folder to a log and an index: what a start finds, and what it makes of damage.
 //!
-//! Sealed segments tell what they hold by their feet. A segment without one is scanned and each payload verified; the
-//! newest of those goes on where it stopped. Whatever is not ours, or cannot be read as ours, is left where it is,
-//! counted against the capacity and reported. A start fails only when the folder itself cannot be used.
+//! Sealed segments tell what they hold by their feet; the newest one without a foot is scanned, verified, and goes on
+//! where it stopped. A segment whose foot is damaged is asked for its records instead, as long as that takes little;
+//! what is not found then is room that is reclaimed in its turn. Heads and feet are read by several threads while
+//! another one fills the index: a million rows are there in a second or two.
+//!
+//! Whatever is not ours is left where it is, counted against the capacity and reported. A file with a segment's name
+//! and nobody's head is set aside in the same way, so that somebody can look at it, but not for ever: such files take
+//! an eighth of the capacity at most, and go before any segment does. A start fails only when the folder itself
+//! cannot be used, never because of what is in it.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 
-use super::disk::{Buffer, Files, Found, Handle};
+use super::disk::{Files, Found, Handle};
 use super::folder::{LOCK, UNFINISHED};
-use super::format::{
-    Bad, Entry, Head, Identity, PAGE, PAGE64, Record, Sequence, StoreId, Trailer, parse_segment_name,
-    record_bytes, segment_name,
-};
+use super::format::{Bad, Entry, Head, Identity, PAGE64, Sequence, StoreId, parse_segment_name};
 use super::index::{Index, Place};
 use super::log::{Limits, Log};
+use super::scan::{Budget, Guess, How, NoFoot, Scan, read_first, read_foot, scan};
 use super::{Error, Opened};
-use crate::base::checksum::crc64;
 
 /// Name of the identity's file.
 const IDENTITY: &str = "store";
@@ -23,8 +28,17 @@ const IDENTITY: &str = "store";
 /// Notes kept; more of the same kind tell nobody anything.
 const NOTES: usize = 50;
 
-/// Least bytes that the scan reads at a time.
-const WINDOW: usize = 4 << 20;
+/// Share of the capacity that files with nobody's head may take: one in so many.
+const ASIDE: u64 = 8;
+
+/// Threads that read heads and feet. One waits for the drive most of the time; a drive likes 16 at once.
+const READERS: usize = 16;
+
+/// Bytes that are read at a start to find the records of segments without a foot: a second or so.
+const GLANCES: u64 = 512 << 20;
+
+/// Rows that room is made for before they are counted, at most: a table of 10 MB.
+const AT_ONCE: usize = 1 << 20;
 
 /// What a start has found.
 #[derive(Debug)]
@@ -36,13 +50,19 @@ pub struct Recovered {
     pub opened: Opened,
 }
 
-/// One segment of ours, and what it holds.
+/// One segment of ours.
 struct Segment {
     head: Head,
     found: Found,
     handle: Handle,
-    /// `None`: nothing tells that it was sealed.
-    foot: Option<Vec<Entry>>,
+}
+
+/// What a segment says that it holds.
+enum Told {
+    Foot(Vec<Entry>),
+    /// The newest one, never sealed.
+    Open(Scan),
+    Nothing(NoFoot),
 }
 
 struct Recovery<'a> {
@@ -50,17 +70,22 @@ struct Recovery<'a> {
     opened: Opened,
     /// Bytes of the folder that are no segments of ours.
     other: u64,
+    /// Of these, files with a segment's name and nobody's head.
+    aside: Vec<Found>,
     next: Sequence,
 }
 
 /// Reads a folder that is locked.
 pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, Error> {
-    let mut recovery = Recovery { files, opened: Opened::default(), other: 0, next: Sequence(1) };
+    let mut recovery =
+        Recovery { files, opened: Opened::default(), other: 0, aside: Vec::new(), next: Sequence(1) };
     let named = recovery.sort_files()?;
     let heads = recovery.read_heads(named);
-    let store = recovery.identity(&heads)?;
-    let segments = recovery.read_segments(store, heads);
-    recovery.build(store, capacity, segment, segments)
+    let store = recovery.identity(&heads);
+    let segments = recovery.own(store, heads);
+    let segments = recovery.fit(capacity, segments);
+    let limits = Limits { store, capacity, segment, other: recovery.other };
+    Ok(recovery.build(limits, segments))
 }
 
 impl Recovery<'_> {
@@ -82,14 +107,17 @@ impl Recovery<'_> {
     }
 
     /// Segments by sequence. Leftovers of files that were being made are removed, everything else is counted.
-    fn sort_files(&mut self) -> Result<BTreeMap<Sequence, Found>, Error> {
+    fn sort_files(&mut self) -> Result<Vec<(Sequence, Found)>, Error> {
         let mut named = BTreeMap::new();
         for found in self.files.list()? {
             if let Some(sequence) = parse_segment_name(&found.name).filter(|_| found.is_file) {
                 self.next = self.next.max(Sequence(sequence.0.saturating_add(1)));
                 named.insert(sequence, found);
             } else if found.is_file && found.name.ends_with(UNFINISHED) {
-                self.files.remove(&found.name)?;
+                if let Err(e) = self.files.remove(&found.name) {
+                    self.other += found.taken;
+                    self.note(format!("{}: could not be removed: {e}", found.name));
+                }
             } else if found.name == IDENTITY || found.name == LOCK {
                 self.other += found.taken;
             } else {
@@ -97,39 +125,35 @@ impl Recovery<'_> {
                 self.note(format!("{}: not a file of the store; it counts against the capacity", found.name));
             }
         }
-        Ok(named)
+        Ok(named.into_iter().collect())
     }
 
-    fn read_heads(&mut self, named: BTreeMap<Sequence, Found>) -> Vec<(Head, Found, Handle)> {
-        let mut heads = Vec::new();
-        for (sequence, found) in named {
-            let read = self.files.open(&found.name).and_then(|handle| {
-                let mut page = Buffer::zeroed(PAGE);
-                let len = self.files.read(&handle, 0, &mut page)?;
-                page.truncate(len);
-                Ok((handle, page))
-            });
-            match read.map(|(handle, page)| (handle, Head::decode(&page))) {
-                Ok((handle, Ok(head))) if head.sequence == sequence => heads.push((head, found, handle)),
-                Ok((_, Ok(_))) => self.set_aside(&found, "its name is another segment's"),
-                Ok((_, Err(bad))) => self.set_aside(&found, &bad.to_string()),
-                Err(e) => self.set_aside(&found, &e.to_string()),
+    fn read_heads(&mut self, named: Vec<(Sequence, Found)>) -> Vec<(Head, Found, Handle)> {
+        let (files, mut heads) = (self.files, Vec::with_capacity(named.len()));
+        let read = |(_, found): &(Sequence, Found)| {
+            read_first(files, &found.name).map(|(handle, page)| (handle, Head::decode(&page)))
+        };
+        in_order(files, &named, read, |(sequence, found), read| match read {
+            Ok((handle, Ok(head))) if head.sequence == *sequence => {
+                heads.push((head, found.clone(), handle));
             }
-        }
+            Ok((_, Ok(_))) => self.set_aside(found, "its name is another segment's"),
+            // A later program may come back to it.
+            Ok((_, Err(bad @ Bad::Version(_)))) => self.set_aside(found, &bad.to_string()),
+            Ok((_, Err(bad))) => {
+                self.set_aside(found, &bad.to_string());
+                self.aside.push(found.clone());
+            }
+            Err(e) => self.set_aside(found, &e.to_string()),
+        });
         heads
     }
 
     /// Who we are. Without a readable identity, whoever wrote most of the segments.
-    fn identity(&mut self, heads: &[(Head, Found, Handle)]) -> Result<StoreId, Error> {
-        let page = self.files.open(IDENTITY).and_then(|handle| {
-            let mut page = Buffer::zeroed(PAGE);
-            let len = self.files.read(&handle, 0, &mut page)?;
-            page.truncate(len);
-            Ok(page)
-        });
-        let missing = match page {
-            Ok(page) => match Identity::decode(&page) {
-                Ok(identity) => return Ok(identity.store),
+    fn identity(&mut self, heads: &[(Head, Found, Handle)]) -> StoreId {
+        let missing = match read_first(self.files, IDENTITY) {
+            Ok((_, page)) => match Identity::decode(&page) {
+                Ok(identity) => return identity.store,
                 Err(bad) => Some(bad.to_string()),
             },
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
@@ -151,178 +175,202 @@ impl Recovery<'_> {
             // A full drive can still serve what it holds; the next start tries again.
             Err(e) => self.note(format!("{IDENTITY}: could not be written: {e}")),
         }
-        Ok(store)
+        store
     }
 
-    fn read_segments(&mut self, store: StoreId, heads: Vec<(Head, Found, Handle)>) -> Vec<Segment> {
-        let mut segments = Vec::new();
+    /// Segments that this store wrote.
+    fn own(&mut self, store: StoreId, heads: Vec<(Head, Found, Handle)>) -> Vec<Segment> {
+        let mut segments = Vec::with_capacity(heads.len());
         for (head, found, handle) in heads {
-            if head.store != store {
+            if head.store == store {
+                segments.push(Segment { head, found, handle });
+            } else {
                 self.set_aside(&found, &Bad::Foreign.to_string());
-                continue;
             }
-            let foot = match self.read_foot(&head, &handle) {
-                Ok(entries) => Some(entries),
-                Err(Ok(Bad::Magic | Bad::Malformed(_))) => None,
-                Err(Ok(bad)) => {
-                    self.damaged(format!("{}: its foot: {bad}; it is scanned instead", found.name));
-                    None
-                }
-                Err(Err(e)) => {
-                    self.damaged(format!("{}: its foot: {e}; it is scanned instead", found.name));
-                    None
-                }
-            };
-            segments.push(Segment { head, found, handle, foot });
         }
         segments
     }
 
-    fn read_foot(&self, head: &Head, handle: &Handle) -> Result<Vec<Entry>, Result<Bad, std::io::Error>> {
-        let mut last = Buffer::zeroed(PAGE);
-        let len = self.files.read(handle, head.size - PAGE64, &mut last).map_err(Err)?;
-        last.truncate(len);
-        let trailer = Trailer::decode(&last, head).map_err(Ok)?;
-        let mut foot = Buffer::zeroed(usize::try_from(trailer.foot_len()).expect("at most 2^32 entries"));
-        let len = self.files.read(handle, trailer.start, &mut foot).map_err(Err)?;
-        foot.truncate(len);
-        trailer.entries(&foot).map_err(Ok)
+    /// Keeps the capacity: it may have been lowered, a cut may have brought back what had been removed, and somebody
+    /// may have put files here. What was set aside goes first, then the oldest segments. Files that are not ours stay;
+    /// when they alone exceed the capacity, removing ours would not bring it back.
+    fn fit(&mut self, capacity: u64, segments: Vec<Segment>) -> Vec<Segment> {
+        let mut used = self.other + segments.iter().map(|s| s.found.taken).sum::<u64>();
+        let mut aside: u64 = self.aside.iter().map(|found| found.taken).sum();
+        for found in std::mem::take(&mut self.aside) {
+            if (used > capacity || aside > capacity / ASIDE) && self.removed(&found.name) {
+                self.note(format!("{}: removed, there is no room for what cannot be read", found.name));
+                self.other -= found.taken;
+                used -= found.taken;
+                aside -= found.taken;
+            }
+        }
+        if self.other > capacity {
+            let other = self.other;
+            self.note(format!("other files take {other} bytes, more than the capacity; no rows are taken"));
+            return segments;
+        }
+        let (mut kept, mut gone) = (Vec::with_capacity(segments.len()), 0_u32);
+        for segment in segments {
+            if used > capacity && self.removed(&segment.found.name) {
+                used -= segment.found.taken;
+                gone += 1;
+            } else {
+                kept.push(segment);
+            }
+        }
+        if gone > 0 {
+            self.note(format!("{gone} oldest segments removed: they did not fit into the capacity"));
+            if let Err(e) = self.files.sync() {
+                self.note(format!("removed segments may come back: {e}"));
+            }
+        }
+        kept
     }
 
-    fn build(
-        mut self,
-        store: StoreId,
-        capacity: u64,
-        segment: u64,
-        segments: Vec<Segment>,
-    ) -> Result<Recovered, Error> {
-        let segments = self.fit(capacity, segments)?;
-        let mut log = Log::new(Limits { store, capacity, segment, other: self.other }, self.next);
-        let mut index = Index::default();
-        let mut handles = HashMap::new();
-        let newest = segments.last().map(|s| s.head.sequence);
-        for Segment { head, found, handle, foot } in segments {
-            let sequence = head.sequence;
-            let sealed = foot.is_some();
-            let entries = match foot {
-                Some(entries) => {
-                    log.found(sequence, found.taken, sealed);
-                    entries
-                }
-                None => {
-                    let scan = self.scan(&head, &found, &handle);
-                    if found.len >= head.size && newest == Some(sequence) {
-                        log.reopened(head, found.taken, scan.tail, scan.entries.clone());
-                    } else {
-                        log.found(sequence, found.taken, false);
-                        self.damaged(format!(
-                            "{}: cut short or never sealed; {} rows used",
-                            found.name,
-                            scan.entries.len()
-                        ));
-                    }
-                    scan.entries
-                }
-            };
-            for entry in &entries {
-                index.add(entry.space, entry.key, Place::of(sequence, entry));
-            }
-            handles.insert(sequence, handle);
+    fn removed(&mut self, name: &str) -> bool {
+        let removed = self.files.remove(name);
+        if let Err(e) = &removed {
+            self.note(format!("{name}: could not be removed: {e}"));
         }
+        removed.is_ok()
+    }
+
+    fn build(mut self, limits: Limits, segments: Vec<Segment>) -> Recovered {
+        let (files, store) = (self.files, limits.store);
+        let mut log = Log::new(limits, self.next);
+        let mut index = Index::default();
+        let newest = segments.last().map(|s| s.head.sequence);
+        let guess = Guess::default();
+        let ask = |Segment { head, found, handle }: &Segment| match read_foot(files, head, handle, &guess) {
+            Ok(entries) => Told::Foot(entries),
+            Err(NoFoot::Unsealed) if newest == Some(head.sequence) && found.len >= head.size => {
+                Told::Open(scan(files, head, handle, found.len, How { verify: true, budget: None }))
+            }
+            Err(why) => Told::Nothing(why),
+        };
+        let mut unlisted = Vec::new();
+        in_order(files, &segments, ask, |segment, told| {
+            let Segment { head, found, .. } = segment;
+            match told {
+                Told::Foot(entries) => {
+                    log.found(head.sequence, found.taken, true);
+                    // Segments are alike: the first tells how many rows there will be.
+                    if index.rows() == 0 {
+                        index.reserve((entries.len() * segments.len()).min(AT_ONCE));
+                    }
+                    entries.iter().for_each(|e| index.add(e.space, e.key, Place::of(head.sequence, e)));
+                }
+                Told::Open(scan) => {
+                    let entries = &scan.entries;
+                    entries.iter().for_each(|e| index.add(e.space, e.key, Place::of(head.sequence, e)));
+                    self.tell_torn(found, &scan);
+                    if scan.partial {
+                        // What could not be read may be there at the next start: nothing is written over it.
+                        log.found(head.sequence, found.taken, false);
+                    } else {
+                        log.reopened(*head, found.taken, scan.tail, scan.entries);
+                    }
+                }
+                Told::Nothing(why) => {
+                    log.found(head.sequence, found.taken, false);
+                    unlisted.push((segment, why));
+                }
+            }
+        });
+        self.ask_records(unlisted, &mut index);
         self.opened.segments = log.segments();
         self.opened.rows = index.rows();
-        Ok(Recovered { store, log, index, handles, opened: self.opened })
+        let handles = segments.into_iter().map(|s| (s.head.sequence, s.handle)).collect();
+        Recovered { store, log, index, handles, opened: self.opened }
     }
 
-    /// Removes the oldest segments while the capacity is exceeded: it may have been lowered, or a cut brought back
-    /// what had been removed.
-    fn fit(&mut self, capacity: u64, mut segments: Vec<Segment>) -> Result<Vec<Segment>, Error> {
-        let mut used: u64 = self.other + segments.iter().map(|s| s.found.taken).sum::<u64>();
-        let mut removed = 0_u32;
-        while used > capacity && !segments.is_empty() {
-            let oldest = segments.remove(0);
-            self.files.remove(&segment_name(oldest.head.sequence))?;
-            used -= oldest.found.taken;
-            removed += 1;
-        }
-        if removed > 0 {
-            self.files.sync()?;
-            self.note(format!("{removed} oldest segments removed: they did not fit into the capacity"));
-        }
-        Ok(segments)
-    }
-}
-
-/// What a scan has found.
-struct Scan {
-    entries: Vec<Entry>,
-    /// Behind the last record.
-    tail: u64,
-}
-
-impl Recovery<'_> {
-    /// Looks for records at every page, and verifies their payloads. Broken ones before a whole one are damage; behind
-    /// the last whole one they are what was being written when the store ended.
-    fn scan(&mut self, head: &Head, found: &Found, handle: &Handle) -> Scan {
-        let mut window = Window { files: self.files, handle, start: 0, bytes: Buffer::zeroed(0) };
-        let mut scan = Scan { entries: Vec::new(), tail: PAGE64 };
-        let (mut at, mut broken, mut unfinished) = (PAGE64, 0_u64, 0_u64);
-        let end = head.size.min(found.len);
-        while at + 2 * PAGE64 <= end {
-            let record =
-                window.get(at, PAGE64).and_then(|p| Record::decode(p, head.store, head.sequence).ok());
-            let Some(record) = record.filter(|r| at + record_bytes(r.length) <= head.size) else {
-                at += PAGE64;
-                continue;
-            };
-            let payload = window.get(at + PAGE64, record.length.into());
-            if payload.is_none_or(|p| crc64(&[p]) != record.checksum) {
-                unfinished += 1;
-                at += PAGE64;
-                continue;
-            }
-            let page = u32::try_from(at / PAGE64).expect("Head::decode bounds a segment's pages");
-            let Record { space, key, position, length, checksum, .. } = record;
-            scan.entries.push(Entry { space, key, position, page, length, checksum });
-            at += record_bytes(record.length);
-            scan.tail = at;
-            broken += std::mem::take(&mut unfinished);
-        }
-        if broken > 0 {
+    fn tell_torn(&mut self, found: &Found, scan: &Scan) {
+        let Scan { broken, unfinished, .. } = scan;
+        if *broken > 0 {
             self.opened.damaged += broken;
             self.note(format!("{}: {broken} damaged rows skipped", found.name));
         }
-        if unfinished > 0 {
+        if *unfinished > 0 {
             self.note(format!(
                 "{}: {unfinished} rows were being written when the store ended; skipped",
                 found.name
             ));
         }
-        scan
-    }
-}
-
-/// A part of a file, read in large pieces.
-struct Window<'a> {
-    files: &'a Files,
-    handle: &'a Handle,
-    start: u64,
-    bytes: Buffer,
-}
-
-impl Window<'_> {
-    /// `len` bytes at `at`; `None` behind the file's end, or where it cannot be read.
-    fn get(&mut self, at: u64, len: u64) -> Option<&[u8]> {
-        let len = usize::try_from(len).ok()?;
-        let inside = at >= self.start && at + len as u64 <= self.start + self.bytes.len() as u64;
-        if !inside {
-            let mut bytes = Buffer::zeroed(len.next_multiple_of(PAGE).max(WINDOW));
-            // What cannot be read is like what is not there.
-            let read = self.files.read(self.handle, at, &mut bytes).unwrap_or(0);
-            bytes.truncate(read);
-            (self.start, self.bytes) = (at, bytes);
+        if scan.partial {
+            self.damaged(format!("{}: could not be read to its end; its last rows are not used", found.name));
         }
-        let from = usize::try_from(at - self.start).ok()?;
-        self.bytes.get(from..from + len)
     }
+
+    /// Finds the rows of segments that do not list them, the newest first, as far as that takes little.
+    fn ask_records(&mut self, mut unlisted: Vec<(&Segment, NoFoot)>, index: &mut Index) {
+        unlisted.reverse();
+        let (files, budget) = (self.files, Budget::new(GLANCES));
+        let look = |(Segment { head, found, handle }, why): &(&Segment, NoFoot)| {
+            let verify = matches!(why, NoFoot::Unsealed);
+            scan(files, head, handle, found.len, How { verify, budget: Some(&budget) })
+        };
+        in_order(files, &unlisted, look, |(Segment { head, found, .. }, why), scan| {
+            for entry in &scan.entries {
+                // A newer segment may hold the same key, and has been listed already.
+                let newer = index.get(&entry.space, &entry.key).is_some_and(|p| p.sequence > head.sequence);
+                if !newer {
+                    index.add(entry.space, entry.key, Place::of(head.sequence, entry));
+                }
+            }
+            let (rows, rest) =
+                (scan.entries.len(), if scan.partial { "; the rest was not looked at" } else { "" });
+            self.damaged(format!("{}: {why}; {rows} rows used{rest}", found.name));
+        });
+    }
+}
+
+/// Does `work` for each item, several at a time, and hands the results on in the order of the items. A memory drive
+/// gets one at a time: it counts, and the count must be the same in every run.
+fn in_order<'a, T: Sync, R: Send>(
+    files: &Files,
+    items: &'a [T],
+    work: impl Fn(&T) -> R + Sync,
+    mut take: impl FnMut(&'a T, R),
+) {
+    let readers = match files {
+        Files::Real(_) if items.len() > 1 => READERS.min(items.len()),
+        _ => 0,
+    };
+    let next = AtomicUsize::new(0);
+    let (sender, results) = mpsc::sync_channel(READERS);
+    let (next, work) = (&next, &work);
+    let started = std::thread::scope(|scope| {
+        let mut started = 0;
+        for _ in 0..readers {
+            let sender = sender.clone();
+            let read = move || {
+                while let Some((at, item)) = nth(items, next) {
+                    // Results are taken until the last sender is gone.
+                    let _ = sender.send((at, work(item)));
+                }
+            };
+            let thread = std::thread::Builder::new().name("store-reader".into()).spawn_scoped(scope, read);
+            started += usize::from(thread.is_ok());
+        }
+        drop(sender);
+        let (mut early, mut due) = (BTreeMap::new(), 0);
+        for (at, result) in results {
+            early.insert(at, result);
+            while let Some(result) = early.remove(&due) {
+                take(&items[due], result);
+                due += 1;
+            }
+        }
+        started
+    });
+    if started == 0 {
+        items.iter().for_each(|item| take(item, work(item)));
+    }
+}
+
+/// The next item that nobody has taken yet.
+fn nth<'a, T>(items: &'a [T], next: &AtomicUsize) -> Option<(usize, &'a T)> {
+    let at = next.fetch_add(1, Ordering::Relaxed);
+    Some((at, items.get(at)?))
 }
