@@ -133,14 +133,9 @@ impl Recovery<'_> {
                 Err(bad) => Some(bad.to_string()),
             },
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-            Err(e) => Some(e.to_string()),
+            Err(e) => return self.unread_identity(e, heads),
         };
-        let mut votes: BTreeMap<StoreId, usize> = BTreeMap::new();
-        heads.iter().for_each(|(head, ..)| *votes.entry(head.store).or_default() += 1);
-        let store = match votes.into_iter().max_by_key(|(_, count)| *count) {
-            Some((store, _)) => store,
-            None => StoreId(rand::random()),
-        };
+        let store = majority(heads).unwrap_or_else(|| StoreId(rand::random()));
         let counted = missing.is_some();
         if counted || !heads.is_empty() {
             let why = missing.unwrap_or_else(|| "missing".into());
@@ -151,6 +146,18 @@ impl Recovery<'_> {
             // A full drive can still serve what it holds; the next start tries again.
             Err(e) => self.note(format!("{IDENTITY}: could not be written: {e}")),
         }
+        Ok(store)
+    }
+
+    /// The identity is there and the drive does not give it. It may tomorrow, so it is never written over: under a new
+    /// one every row would be a stranger's for ever.
+    fn unread_identity(
+        &mut self,
+        error: std::io::Error,
+        heads: &[(Head, Found, Handle)],
+    ) -> Result<StoreId, Error> {
+        let store = majority(heads).ok_or(Error::Io(error))?;
+        self.damaged(format!("{IDENTITY}: it could not be read; taken from the segments"));
         Ok(store)
     }
 
@@ -251,6 +258,13 @@ impl Recovery<'_> {
         }
         Ok(segments)
     }
+}
+
+/// Whoever wrote most of the segments.
+fn majority(heads: &[(Head, Found, Handle)]) -> Option<StoreId> {
+    let mut votes: BTreeMap<StoreId, usize> = BTreeMap::new();
+    heads.iter().for_each(|(head, ..)| *votes.entry(head.store).or_default() += 1);
+    votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| store)
 }
 
 /// What a scan has found.

@@ -4,6 +4,8 @@ mod bench;
 mod cuts;
 mod damage;
 mod disks;
+mod faults;
+mod life;
 mod rows;
 
 use std::collections::HashMap;
