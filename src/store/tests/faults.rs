@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::life::{Areas, Life, accounts_are_right, holds, offer, options_of_a_life};
+use super::life::{Areas, Life, accounts_are_right, offer, options_of_a_life};
 use super::*;
 
 /// Longest that anything may take: a call that waits for ever is what is looked for, not a slow one.
@@ -58,16 +58,11 @@ async fn break_at(touch: u64, failure: Failure, context: &str) {
     // And the next start has it all.
     let (store, opened) = start().unwrap_or_else(|e| panic!("{context}: {e}"));
     areas.attach(&store).await;
-    for n in 700..706 {
-        let why = || format!("{context}: row {n}, begun broken: {begun_broken}, {opened:?}");
-        assert_eq!(areas.get(&store, (0, n)).await, Outcome::FromDrive, "{}", why());
-    }
-    let mut readable = 6;
-    for which in Life::all().chain([(0, 600), (0, 601)]) {
-        let held = holds(&store, which);
-        readable += u64::from(areas.get(&store, which).await.is_ok());
-        assert!(held || !holds(&store, which));
-    }
+    let new: Vec<_> = (700..706).map(|n| (0, n)).collect();
+    let outcomes = areas.get_all(&store, &new).await;
+    assert_eq!(outcomes, [Outcome::FromDrive; 6], "{context}, begun broken: {begun_broken}, {opened:?}");
+    let all: Vec<_> = Life::all().chain([(0, 600), (0, 601)]).chain(new).collect();
+    let readable = areas.get_all(&store, &all).await.iter().filter(|o| o.is_ok()).count() as u64;
     assert_eq!(store.status().rows, readable, "{context}: {:?}", store.status());
     accounts_are_right(&store, &mem, context);
     store.close().await;

@@ -21,12 +21,15 @@ pub fn options_of_a_life() -> Options {
     Options { capacity: Bytes::kib(512), segment: Bytes::kib(64), ..options("mem".as_ref(), Io::Auto) }
 }
 
-/// The row areas of both spaces, three rows each.
+/// Rows of an area.
+const WIDTH: u32 = 48;
+
+/// The row areas of both spaces.
 pub struct Areas([Arc<Rows>; 2]);
 
 impl Areas {
     pub fn new() -> Self {
-        Self(SIDES.map(|(space, bytes)| area(3, bytes, space)))
+        Self(SIDES.map(|(space, bytes)| area(WIDTH, bytes, space)))
     }
 
     pub async fn attach(&self, store: &Store) {
@@ -36,7 +39,7 @@ impl Areas {
         }
     }
 
-    /// Offers rows of one space, at most three. One outcome each.
+    /// Offers a few rows of one space. One outcome each.
     pub async fn put(&self, store: &Store, side: usize, numbers: &[u32]) -> Vec<Outcome> {
         let rows = &self.0[side];
         numbers.iter().zip(0..).for_each(|(&n, row)| fill(rows, row, n));
@@ -44,12 +47,26 @@ impl Areas {
     }
 
     /// Asks for one row. A row that is handed out must be the right one.
-    pub async fn get(&self, store: &Store, (side, n): Which) -> Outcome {
-        let rows = &self.0[side];
-        rows.fill(0, |b| b.fill(0));
-        let outcome = store.get(rows, vec![item(n, 0)], None).await[0];
-        assert!(outcome != Outcome::FromDrive || is_filled(rows, 0, n), "row {n} of space {side} is wrong");
-        outcome
+    pub async fn get(&self, store: &Store, which: Which) -> Outcome {
+        self.get_all(store, &[which]).await[0]
+    }
+
+    /// Asks for many rows, many at a time. A row that is handed out must be the right one.
+    pub async fn get_all(&self, store: &Store, wanted: &[Which]) -> Vec<Outcome> {
+        let mut outcomes = Vec::new();
+        for some in wanted.chunk_by(|a, b| a.0 == b.0).flat_map(|of_one| of_one.chunks(WIDTH as usize)) {
+            let side = some[0].0;
+            let rows = &self.0[side];
+            let items = || some.iter().zip(0..).map(|(&(_, n), row)| item(n, row));
+            items().for_each(|item| rows.fill(item.row, |b| b.fill(0)));
+            let these = store.get(rows, items().collect(), None).await;
+            for (&(_, n), (outcome, row)) in some.iter().zip(these.iter().zip(0..)) {
+                let is_right = *outcome != Outcome::FromDrive || is_filled(rows, row, n);
+                assert!(is_right, "row {n} of space {side} is wrong");
+            }
+            outcomes.extend(these);
+        }
+        outcomes
     }
 }
 
@@ -161,9 +178,11 @@ impl Life {
         areas.attach(&store).await;
         let mut readable = 0;
         let mut refused = 0;
-        for which in Self::all() {
-            let held = holds(&store, which);
-            let is_ok = areas.get(&store, which).await.is_ok();
+        let all: Vec<Which> = Self::all().collect();
+        let held: Vec<bool> = all.iter().map(|&which| holds(&store, which)).collect();
+        let outcomes = areas.get_all(&store, &all).await;
+        for (which, (held, outcome)) in all.into_iter().zip(held.into_iter().zip(outcomes)) {
+            let is_ok = outcome.is_ok();
             assert!(
                 is_ok || !self.promised.contains(&which),
                 "{context}: {which:?} was durable and is lost (held: {held}, {opened:?})"
