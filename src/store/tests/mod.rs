@@ -5,6 +5,7 @@ mod cuts;
 mod damage;
 mod disks;
 mod faults;
+mod flips;
 mod life;
 mod rows;
 
