@@ -109,6 +109,7 @@ impl Folder {
 
     pub fn create(&self, name: &str, size: u64, head: &[u8]) -> io::Result<(Handle, u64)> {
         let unfinished = format!("{name}{UNFINISHED}");
+        let was_there = fs::exists(self.path.join(name))?;
         let made = self.create_as(&unfinished, size, head).and_then(|file| {
             fs::rename(self.path.join(&unfinished), self.path.join(name))?;
             self.sync()?;
@@ -116,8 +117,12 @@ impl Folder {
             Ok((Handle::Real(Arc::new(file)), taken))
         });
         if made.is_err() {
-            // The room must not stay taken, by whichever name. What went wrong is told by `made`.
-            let _ = (self.remove(&unfinished), self.remove(name));
+            // The room must not stay taken, by whichever name; what was there before stays. What went wrong is told
+            // by `made`.
+            let _ = self.remove(&unfinished);
+            if !was_there {
+                let _ = self.remove(name);
+            }
         }
         made
     }

@@ -3,7 +3,7 @@
 //! Each file has a live image (what reads see) and a durable one (what a power cut leaves for certain); names have
 //! both too. Every operation that changes something counts. [`Mem::cut_at`] stops the world at one of them: it is
 //! done to the live image, reported as failed, and so is everything after it. [`Mem::after_cut`] then gives the drive
-//! that the next start would find.
+//! that the next start would find. Reads are counted apart, because only [`Mem::break_at`] fails them.
 
 use std::collections::BTreeMap;
 use std::io::{self, Error, ErrorKind};
@@ -25,6 +25,25 @@ pub enum Loss {
     None,
     /// Each page by the toss of a coin, from this seed.
     Torn(u64),
+    /// Each operation whole or not at all, by the toss of a coin and in any order, from this seed: between two syncs
+    /// a drive owes no order to anybody. Names come and go one by one.
+    Reordered(u64),
+}
+
+/// A coin that falls the same way in every run with one seed.
+struct Coin(u64);
+
+impl Coin {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn toss(&mut self) -> bool {
+        self.next() & 1 == 0
+    }
 }
 
 /// How an operation fails.
@@ -42,6 +61,49 @@ pub enum Failure {
 struct Image {
     live: Vec<u8>,
     durable: Vec<u8>,
+    /// What was written since the last sync, in order: where, and what.
+    unsynced: Vec<(usize, Vec<u8>)>,
+}
+
+impl Image {
+    /// A file that is all durable.
+    fn whole(bytes: Vec<u8>) -> Self {
+        Self { durable: bytes.clone(), live: bytes, unsynced: Vec::new() }
+    }
+
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        self.live[at..at + bytes.len()].copy_from_slice(bytes);
+        self.unsynced.push((at, bytes.to_vec()));
+    }
+
+    /// What a cut leaves of this file.
+    fn after_cut(&self, loss: Loss, coin: &mut Coin) -> Vec<u8> {
+        let mut left = self.durable.clone();
+        left.resize(self.live.len(), 0);
+        match loss {
+            Loss::All => {}
+            Loss::None => left.copy_from_slice(&self.live),
+            Loss::Torn(_) => {
+                for (page, live) in left.chunks_mut(PAGE).zip(self.live.chunks(PAGE)) {
+                    if page != live && coin.toss() {
+                        page.copy_from_slice(live);
+                    }
+                }
+            }
+            Loss::Reordered(_) => {
+                let mut order: Vec<_> = self.unsynced.iter().collect();
+                for n in (1..order.len()).rev() {
+                    order.swap(n, usize::try_from(coin.next() % (n as u64 + 1)).unwrap_or(n));
+                }
+                for (at, bytes) in order {
+                    if coin.toss() {
+                        left[*at..at + bytes.len()].copy_from_slice(bytes);
+                    }
+                }
+            }
+        }
+        left
+    }
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +115,10 @@ struct State {
     cut_at: Option<u64>,
     /// Operations `from..to` fail.
     faults: Vec<(u64, u64, Failure)>,
+    /// Changes and reads.
+    touches: u64,
+    /// From this touch on everything fails.
+    broken: Option<(u64, Failure)>,
     /// Syncs of files report success and do nothing.
     lies: bool,
     open: bool,
@@ -62,18 +128,37 @@ struct State {
 #[derive(Clone, Debug, Default)]
 pub struct Mem(Arc<Mutex<State>>);
 
+fn errno(failure: Failure) -> Error {
+    match failure {
+        Failure::Full => Errno::ENOSPC.into(),
+        Failure::Broken | Failure::Short => Errno::EIO.into(),
+    }
+}
+
 impl State {
     /// Counts one change. `Err` when it is to fail; the bool says whether it is done all the same.
     fn count(&mut self) -> Result<(), (Error, bool, Failure)> {
         let number = self.ops;
         self.ops += 1;
+        if let Err(failure) = self.touch() {
+            return Err((errno(failure), false, failure));
+        }
         if let Some(cut) = self.cut_at.filter(|&cut| number >= cut) {
             return Err((Errno::EIO.into(), number == cut, Failure::Broken));
         }
         match self.faults.iter().find(|(from, to, _)| (*from..*to).contains(&number)) {
-            Some((.., Failure::Full)) => Err((Errno::ENOSPC.into(), false, Failure::Full)),
-            Some((.., failure)) => Err((Errno::EIO.into(), false, *failure)),
+            Some((.., failure)) => Err((errno(*failure), false, *failure)),
             None => Ok(()),
+        }
+    }
+
+    /// Counts a change or a read.
+    fn touch(&mut self) -> Result<(), Failure> {
+        let number = self.touches;
+        self.touches += 1;
+        match self.broken {
+            Some((from, failure)) if number >= from => Err(failure),
+            _ => Ok(()),
         }
     }
 
@@ -106,6 +191,7 @@ impl State {
             return Ok(());
         }
         image.durable = image.live.clone();
+        image.unsynced.clear();
         let image = image.clone();
         if let Some(durable) = self.durable_names.get_mut(name) {
             *durable = image;
@@ -122,6 +208,22 @@ impl Mem {
     /// Changes so far.
     pub fn ops(&self) -> u64 {
         self.0.lock().ops
+    }
+
+    /// Changes and reads so far.
+    pub fn touches(&self) -> u64 {
+        self.0.lock().touches
+    }
+
+    /// Everything fails from this change or read on, counted from 0, until [`Mem::mend`].
+    pub fn break_at(&self, touch: u64, failure: Failure) {
+        self.0.lock().broken = Some((touch, failure));
+    }
+
+    /// Whether the power has gone.
+    pub fn is_cut(&self) -> bool {
+        let state = self.0.lock();
+        state.cut_at.is_some_and(|cut| state.ops > cut)
     }
 
     /// Power goes at this operation, counted from 0.
@@ -143,38 +245,61 @@ impl Mem {
 
     /// Nothing fails any more.
     pub fn mend(&self) {
-        self.0.lock().faults.clear();
+        let mut state = self.0.lock();
+        state.faults.clear();
+        state.broken = None;
     }
 
     /// The drive as the next start finds it.
     pub fn after_cut(&self, loss: Loss) -> Self {
         let state = self.0.lock();
-        let mut dice = match loss {
-            Loss::Torn(seed) => seed | 1,
-            _ => 1,
+        let mut coin = match loss {
+            Loss::Torn(seed) | Loss::Reordered(seed) => Coin(seed | 1),
+            Loss::All | Loss::None => Coin(1),
         };
-        let mut toss = || {
-            dice ^= dice << 13;
-            dice ^= dice >> 7;
-            dice ^= dice << 17;
-            dice & 1 == 0
+        let all_names = match loss {
+            Loss::All => false,
+            Loss::None => true,
+            Loss::Torn(_) | Loss::Reordered(_) => coin.toss(),
         };
+        // A file whose name was durable may have been written since.
+        let mut names = state.durable_names.clone();
+        names.extend(state.files.iter().map(|(name, image)| (name.clone(), image.clone())));
         let mut files = BTreeMap::new();
-        let keep_names = loss == Loss::None || matches!(loss, Loss::Torn(_)) && toss();
-        let names = if keep_names { &state.files } else { &state.durable_names };
         for (name, image) in names {
-            // A file whose name was durable may have been written since.
-            let image = state.files.get(name).unwrap_or(image);
-            let mut left = image.durable.clone();
-            left.resize(image.live.len(), 0);
-            for (page, live) in left.chunks_mut(PAGE).zip(image.live.chunks(PAGE)) {
-                if loss == Loss::None || matches!(loss, Loss::Torn(_)) && page != live && toss() {
-                    page.copy_from_slice(live);
+            let (before, after) = (state.durable_names.contains_key(&name), state.files.contains_key(&name));
+            let kept = match loss {
+                Loss::Reordered(_) if before != after => coin.toss(),
+                _ => {
+                    if all_names {
+                        after
+                    } else {
+                        before
+                    }
                 }
+            };
+            if kept {
+                files.insert(name, Image::whole(image.after_cut(loss, &mut coin)));
             }
-            files.insert(name.clone(), Image { live: left.clone(), durable: left });
         }
         Self(Arc::new(Mutex::new(State { durable_names: files.clone(), files, ..State::default() })))
+    }
+
+    /// Flips bits of a byte wherever it is kept, durable or not, as rot does. False when the file has no such byte.
+    pub fn flip(&self, name: &str, at: usize, bits: u8) -> bool {
+        let mut state = self.0.lock();
+        let state = &mut *state;
+        let images = [state.files.get_mut(name), state.durable_names.get_mut(name)];
+        let mut flipped = false;
+        for image in images.into_iter().flatten() {
+            let unsynced =
+                image.unsynced.iter_mut().filter_map(|(from, bytes)| bytes.get_mut(at.checked_sub(*from)?));
+            for byte in image.live.get_mut(at).into_iter().chain(image.durable.get_mut(at)).chain(unsynced) {
+                *byte ^= bits;
+                flipped = true;
+            }
+        }
+        flipped
     }
 
     /// Lets a test look at or damage a file.
@@ -182,15 +307,20 @@ impl Mem {
         let mut state = self.0.lock();
         let image = state.files.get_mut(name)?;
         let seen = look(&mut image.live);
-        image.durable = image.live.clone();
+        *image = Image::whole(std::mem::take(&mut image.live));
         let image = image.clone();
         state.durable_names.insert(name.to_owned(), image);
         Some(seen)
     }
 
+    /// Lets a test look at a file as it is read.
+    pub fn with_bytes<T>(&self, name: &str, look: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        self.0.lock().files.get(name).map(|image| look(&image.live))
+    }
+
     /// Puts a file there, whole and durable.
     pub fn put_file(&self, name: &str, bytes: Vec<u8>) {
-        let image = Image { live: bytes.clone(), durable: bytes };
+        let image = Image::whole(bytes);
         let mut state = self.0.lock();
         state.durable_names.insert(name.to_owned(), image.clone());
         state.files.insert(name.to_owned(), image);
@@ -221,11 +351,12 @@ impl Mem {
     pub fn create(&self, name: &str, size: u64, head: &[u8]) -> io::Result<(Handle, u64)> {
         let unfinished = format!("{name}{UNFINISHED}");
         let mut state = self.0.lock();
+        let was_there = state.files.contains_key(name);
         let made = state
             .change(|s| {
                 let mut image = Image::default();
                 image.live.resize(usize::try_from(size).map_err(Error::other)?, 0);
-                image.live[..head.len()].copy_from_slice(head);
+                image.write(0, head);
                 s.files.insert(unfinished.clone(), image);
                 Ok(())
             })
@@ -240,7 +371,9 @@ impl Mem {
         let made = made.and_then(|()| state.change(State::sync_names));
         if made.is_err() && state.cut_at.is_none() {
             state.files.remove(&unfinished);
-            state.files.remove(name);
+            if !was_there {
+                state.files.remove(name);
+            }
         }
         made?;
         Ok((Handle::Mem(name.into()), size))
@@ -263,6 +396,7 @@ impl Mem {
 
     pub fn read(&self, name: &str, offset: u64, buffer: &mut Buffer) -> io::Result<usize> {
         let mut state = self.0.lock();
+        state.touch().map_err(errno)?;
         let live = &state.file(name)?.live;
         let start = usize::try_from(offset).map_err(Error::other)?.min(live.len());
         let len = buffer.len().min(live.len() - start);
@@ -270,7 +404,7 @@ impl Mem {
         Ok(len)
     }
 
-    /// Does one operation of a disk. Reads do not count: they change nothing.
+    /// Does one operation of a disk.
     pub fn perform(&self, op: &mut Op) -> io::Result<()> {
         let Handle::Mem(name) = op.file.clone() else { unreachable!("a memory disk has memory files") };
         match op.verb {
@@ -282,8 +416,17 @@ impl Mem {
 
     fn read_op(&self, name: &str, op: &mut Op) -> io::Result<()> {
         let mut state = self.0.lock();
+        let touched = state.touch();
         let live = &state.file(name)?.live;
         let start = usize::try_from(op.offset).map_err(Error::other)?;
+        if let Err(failure) = touched {
+            if failure == Failure::Short
+                && let Some(bytes) = live.get(start + op.head.len()..start + op.len())
+            {
+                op.body.with(|b| b[..bytes.len() / 2].copy_from_slice(&bytes[..bytes.len() / 2]));
+            }
+            return Err(errno(failure));
+        }
         let Some(bytes) = live.get(start..start + op.len()) else {
             return Err(ErrorKind::UnexpectedEof.into());
         };
@@ -304,10 +447,11 @@ impl Mem {
             Err((_, false, Failure::Short)) => bytes.len() / 2 / PAGE * PAGE,
             Err(_) => 0,
         };
-        let Some(room) = state.file(name)?.live.get_mut(start..start + bytes.len()) else {
+        let image = state.file(name)?;
+        if start + bytes.len() > image.live.len() {
             return Err(ErrorKind::WriteZero.into());
-        };
-        room[..share].copy_from_slice(&bytes[..share]);
+        }
+        image.write(start, &bytes[..share]);
         outcome.map_err(|(error, ..)| error)
     }
 }

@@ -81,7 +81,7 @@ pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, 
         Recovery { files, opened: Opened::default(), other: 0, aside: Vec::new(), next: Sequence(1) };
     let named = recovery.sort_files()?;
     let heads = recovery.read_heads(named);
-    let store = recovery.identity(&heads);
+    let store = recovery.identity(&heads)?;
     let segments = recovery.own(store, heads);
     let segments = recovery.fit(capacity, segments);
     let limits = Limits { store, capacity, segment, other: recovery.other };
@@ -150,21 +150,16 @@ impl Recovery<'_> {
     }
 
     /// Who we are. Without a readable identity, whoever wrote most of the segments.
-    fn identity(&mut self, heads: &[(Head, Found, Handle)]) -> StoreId {
+    fn identity(&mut self, heads: &[(Head, Found, Handle)]) -> Result<StoreId, Error> {
         let missing = match read_first(self.files, IDENTITY) {
             Ok((_, page)) => match Identity::decode(&page) {
-                Ok(identity) => return identity.store,
+                Ok(identity) => return Ok(identity.store),
                 Err(bad) => Some(bad.to_string()),
             },
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-            Err(e) => Some(e.to_string()),
+            Err(e) => return self.unread_identity(e, heads),
         };
-        let mut votes: BTreeMap<StoreId, usize> = BTreeMap::new();
-        heads.iter().for_each(|(head, ..)| *votes.entry(head.store).or_default() += 1);
-        let store = match votes.into_iter().max_by_key(|(_, count)| *count) {
-            Some((store, _)) => store,
-            None => StoreId(rand::random()),
-        };
+        let store = majority(heads).unwrap_or_else(|| StoreId(rand::random()));
         let counted = missing.is_some();
         if counted || !heads.is_empty() {
             let why = missing.unwrap_or_else(|| "missing".into());
@@ -175,7 +170,19 @@ impl Recovery<'_> {
             // A full drive can still serve what it holds; the next start tries again.
             Err(e) => self.note(format!("{IDENTITY}: could not be written: {e}")),
         }
-        store
+        Ok(store)
+    }
+
+    /// The identity is there and the drive does not give it. It may tomorrow, so it is never written over: under a new
+    /// one every row would be a stranger's for ever.
+    fn unread_identity(
+        &mut self,
+        error: std::io::Error,
+        heads: &[(Head, Found, Handle)],
+    ) -> Result<StoreId, Error> {
+        let store = majority(heads).ok_or(Error::Io(error))?;
+        self.damaged(format!("{IDENTITY}: it could not be read; taken from the segments"));
+        Ok(store)
     }
 
     /// Segments that this store wrote.
@@ -373,4 +380,11 @@ fn in_order<'a, T: Sync, R: Send>(
 fn nth<'a, T>(items: &'a [T], next: &AtomicUsize) -> Option<(usize, &'a T)> {
     let at = next.fetch_add(1, Ordering::Relaxed);
     Some((at, items.get(at)?))
+}
+
+/// Whoever wrote most of the segments.
+fn majority(heads: &[(Head, Found, Handle)]) -> Option<StoreId> {
+    let mut votes: BTreeMap<StoreId, usize> = BTreeMap::new();
+    heads.iter().for_each(|(head, ..)| *votes.entry(head.store).or_default() += 1);
+    votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| store)
 }

@@ -4,6 +4,9 @@ mod bench;
 mod cuts;
 mod damage;
 mod disks;
+mod faults;
+mod flips;
+mod life;
 mod restart;
 mod rows;
 
@@ -43,14 +46,31 @@ pub fn key(n: u32) -> RowKey {
 
 /// What row `n` holds: different on every page, and from every other row.
 pub fn content(n: u32, len: usize) -> Vec<u8> {
+    with_content(n, len, <[u8]>::to_vec)
+}
+
+/// Lends what row `n` holds. Made once: tests that look at a row a hundred thousand times are most of the suite.
+fn with_content<T>(n: u32, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
+    thread_local! {
+        static MADE: std::cell::RefCell<HashMap<(u32, usize), Vec<u8>>> = std::cell::RefCell::default();
+    }
+    if n >= 2000 || len > 8192 {
+        return look(&make_content(n, len));
+    }
+    MADE.with_borrow_mut(|made| look(made.entry((n, len)).or_insert_with(|| make_content(n, len))))
+}
+
+fn make_content(n: u32, len: usize) -> Vec<u8> {
     let mut state = u64::from(n).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut word = || {
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        state.to_le_bytes()
-    };
-    std::iter::repeat_with(&mut word).flatten().take(len).collect()
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
 }
 
 /// Row `n` in row `row` of an area.
@@ -59,11 +79,11 @@ pub fn item(n: u32, row: u32) -> RowItem {
 }
 
 pub fn fill(rows: &Rows, row: u32, n: u32) {
-    rows.fill(row, |b| b.copy_from_slice(&content(n, b.len())));
+    rows.fill(row, |b| with_content(n, b.len(), |c| b.copy_from_slice(c)));
 }
 
 pub fn is_filled(rows: &Rows, row: u32, n: u32) -> bool {
-    rows.look(row, |b| b == content(n, b.len()))
+    rows.look(row, |b| with_content(n, b.len(), |c| b == c))
 }
 
 /// Stores rows `which` one after another, and says what became of each.
