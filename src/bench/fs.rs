@@ -1,0 +1,1 @@
+//! vLLM's own files tier, for comparison.
