@@ -22,12 +22,14 @@ use nix::sys::resource::{UsageWho, getrusage};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
+pub use self::fs::python_under;
 use self::place::Place;
 use self::raw::Way;
 use self::stats::Direction;
 pub use self::stats::Spread;
 use crate::base::rows::Rows;
 use crate::base::units::Bytes;
+use crate::settings;
 
 /// Operations in flight that the ceiling is looked for at.
 pub const DEPTHS: [u32; 5] = [1, 4, 16, 32, 64];
@@ -49,6 +51,8 @@ pub struct Options {
     pub amount: Bytes,
     /// A Python that can import vLLM, or why there is none.
     pub python: Result<PathBuf, String>,
+    /// How the store is set up beside its folder; the shipped defaults are what counts.
+    pub store: settings::Store,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -136,14 +140,24 @@ pub(crate) fn cpu_seconds() -> f64 {
 /// When the folder lacks room, something fails, or `stop` ends.
 pub async fn run(options: &Options, stop: &CancellationToken, say: &dyn Fn(&str)) -> Result<Report, Error> {
     announce(options, say)?;
+    let mut tier = other(options, say).await;
     let mut rows = Vec::new();
     for (medium, folder) in media(options) {
         let place = Place::under(folder).map_err(|e| Error::Folder(folder.to_owned(), e))?;
         for &row_bytes in &options.row_bytes {
-            rows.push(one(options, medium, place.path(), row_bytes, stop, say).await?);
+            rows.push(one(options, medium, place.path(), row_bytes, &mut tier, stop, say).await?);
         }
     }
     Ok(Report { rows, restart_rows: None, restart_s: None, lookup_4000_ms: None, bytes_per_row: None })
+}
+
+/// vLLM's tier, when it can be had.
+async fn other(options: &Options, say: &dyn Fn(&str)) -> Option<fs::Tier> {
+    let started = match &options.python {
+        Ok(python) => fs::Tier::start(python).await,
+        Err(why) => Err(why.clone()),
+    };
+    started.inspect_err(|why| say(&format!("without vLLM's fs tier: {why}"))).ok()
 }
 
 fn media(options: &Options) -> impl Iterator<Item = (Medium, &Path)> {
@@ -163,7 +177,7 @@ fn announce(options: &Options, say: &dyn Fn(&str)) -> Result<(), Error> {
     // One file of rows, one store, one folder of the files tier, never all at once with those of another size.
     let most = |row_bytes: u32| {
         let rows = count(options, row_bytes);
-        u64::from(rows) * u64::from(row_bytes) * 2 + store::room(rows, row_bytes)
+        u64::from(rows) * u64::from(row_bytes) * 2 + store::room(&options.store, rows, row_bytes)
     };
     let needed = options.row_bytes.iter().map(|&bytes| most(bytes)).max().unwrap_or(0);
     let passes = (DEPTHS.len() + 1 + usize::from(options.python.is_ok())) as u64 * options.rounds as u64;
@@ -195,6 +209,7 @@ async fn one(
     medium: Medium,
     folder: &Path,
     row_bytes: u32,
+    tier: &mut Option<fs::Tier>,
     stop: &CancellationToken,
     say: &dyn Fn(&str),
 ) -> Result<Row, Error> {
@@ -202,11 +217,24 @@ async fn one(
     store::fill(&rows);
     let (mut write, mut read) = (Direction::default(), Direction::default());
     let mut told = false;
+    let sum = store::checksums(&rows);
+    say(&format!(
+        "{medium:?}, {} rows of {row_bytes} bytes; a checksum alone: {:.2} CPU s/GB, {:.1} GB/s a thread",
+        rows.count(),
+        sum.cpu_per_gb(),
+        sum.speed() / 1e9
+    ));
+    if let Some(begun) = tier
+        && let Err(why) = begun.begin(&folder.join("fs"), row_bytes, rows.count()).await
+    {
+        say(&format!("  without vLLM's fs tier: {why}"));
+        *tier = None;
+    }
     for round in 1..=options.rounds {
         let (raw_write, raw_read, direct) = ceilings(folder, &rows, stop)?;
         write.raw.push(raw_write);
         read.raw.push(raw_read);
-        let measured = store::round(&folder.join("store"), &rows).await?;
+        let measured = store::round(&folder.join("store"), &options.store, &rows).await?;
         write.store.push(measured.write);
         read.store.push(measured.read);
         if !std::mem::replace(&mut told, true) {
@@ -218,6 +246,18 @@ async fn one(
             ));
             measured.notes.iter().for_each(|note| say(&format!("  {note}")));
         }
+        if let Some(of) = tier {
+            match of.round().await {
+                Ok((wrote, got)) => {
+                    write.other.push(wrote);
+                    read.other.push(got);
+                }
+                Err(why) => {
+                    say(&format!("  without vLLM's fs tier: {why}"));
+                    (*tier, write.other, read.other) = (None, Vec::new(), Vec::new());
+                }
+            }
+        }
         say(&format!(
             "  round {round}: write {:.0} MB/s, read {:.0} MB/s",
             measured.write.speed() / 1e6,
@@ -226,6 +266,10 @@ async fn one(
         if stop.is_cancelled() {
             return Err(Error::Interrupted);
         }
+    }
+    if let Some(of) = tier {
+        // Its folder goes with ours in any case.
+        let _ = of.end().await;
     }
     Ok(row(medium, row_bytes, &write, &read))
 }
@@ -238,13 +282,12 @@ fn ceilings(
     rows: &Arc<Rows>,
     stop: &CancellationToken,
 ) -> Result<(Passes, Passes, bool), Error> {
-    let bytes = u64::from(rows.count()) * rows.row_bytes() as u64;
     let (mut write, mut read, mut direct) = (Vec::new(), Vec::new(), true);
     for depth in DEPTHS {
         if stop.is_cancelled() {
             return Err(Error::Interrupted);
         }
-        let bed = raw::Bed::make(&folder.join("raw"), bytes)?;
+        let bed = raw::Bed::make(&folder.join("raw"))?;
         write.push(bed.pass(Way::Write, rows, depth)?);
         read.push(bed.pass(Way::Read, rows, depth)?);
         direct &= bed.direct;

@@ -12,6 +12,8 @@ use tokio_util::sync::CancellationToken;
 use super::out::{Exit, Out, Told, say};
 use crate::base::units::Bytes;
 use crate::bench::{self, Figures, Medium, Report};
+use crate::engine::provision;
+use crate::settings;
 use crate::tasks::{Kind, Tasks};
 
 #[derive(Debug, Subcommand)]
@@ -40,6 +42,12 @@ pub(super) struct Store {
     /// Only this row size in bytes. Can be given again.
     #[arg(long, value_name = "BYTES", value_parser = row_bytes)]
     row: Vec<u32>,
+    /// Size of one segment, instead of the default of `store.segment`.
+    #[arg(long, value_name = "SIZE", value_parser = amount)]
+    segment: Option<Bytes>,
+    /// Operations in flight, instead of the default of `store.queue_depth`.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    queue_depth: Option<u32>,
     /// Folder on a file system in memory.
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     memory: PathBuf,
@@ -67,13 +75,17 @@ impl Store {
         } else {
             (bench::ROW_BYTES.to_vec(), 5, Bytes::mib(512))
         };
+        let mut store = settings::Store::default();
+        store.segment = self.segment.unwrap_or(store.segment);
+        store.queue_depth = self.queue_depth.unwrap_or(store.queue_depth);
         bench::Options {
+            store,
             folder: self.dir.clone(),
             memory: Some(self.memory.clone()),
             row_bytes: if self.row.is_empty() { sizes } else { self.row.clone() },
             rounds: self.rounds.map_or(rounds, |n| n as usize),
             amount: self.amount.unwrap_or(amount),
-            python: self.python.clone().ok_or_else(|| "no --python".to_owned()),
+            python: self.python.clone().map_or_else(|| bench::python_under(&provision::cache_folder()), Ok),
         }
     }
 }

@@ -9,6 +9,7 @@
 
 #![expect(unsafe_code, reason = "the kernel is given addresses, which has no safe form")]
 
+use std::collections::VecDeque;
 use std::io::{self, Error, ErrorKind, PipeReader, PipeWriter, Write};
 use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
@@ -25,6 +26,13 @@ use super::hands::thread;
 
 /// Number of the armed read of the pipe; operations are numbered from 0.
 const WAKE: u64 = u64::MAX;
+
+/// Bytes that the kernel has at one time. More does not make a drive faster; it makes every row late, and all of them
+/// at once, so that nothing is left to do beside the checksums.
+const BYTES: usize = 32 << 20;
+
+/// Operations that the kernel may have whatever their size.
+const FEWEST: usize = 2;
 
 /// The side that hands operations in. The thread ends, after what is in flight, when this is dropped.
 #[derive(Debug)]
@@ -56,7 +64,7 @@ impl Ring {
     /// # Errors
     /// When the kernel refuses a ring, or the operations that are needed.
     pub fn start(depth: u32, on_done: OnDone) -> io::Result<Self> {
-        let uring = IoUring::new((depth + 2).next_power_of_two())?;
+        let uring = quiet_ring((depth + 2).next_power_of_two())?;
         let mut probe = io_uring::Probe::new();
         uring.submitter().register_probe(&mut probe)?;
         let needed = [opcode::Read::CODE, opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE];
@@ -78,6 +86,8 @@ impl Ring {
                 wake_buffer,
                 flights,
                 free: Vec::new(),
+                waiting: VecDeque::new(),
+                bytes: 0,
                 on_done,
             };
             owner.run();
@@ -99,6 +109,17 @@ impl Drop for Ring {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+/// A ring that only its own thread uses, and whose completions are looked at when that thread asks for them: no other
+/// thread is interrupted for one. It is off until that thread turns it on. Kernels before 6.1 give an ordinary one.
+fn quiet_ring(entries: u32) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_r_disabled().setup_single_issuer().setup_defer_taskrun();
+    match builder.build(entries) {
+        Err(e) if e.kind() == ErrorKind::InvalidInput => IoUring::builder().setup_r_disabled().build(entries),
+        built => built,
     }
 }
 
@@ -124,6 +145,10 @@ struct Owner {
     wake_buffer: ManuallyDrop<Box<[u8; 64]>>,
     flights: Flights,
     free: Vec<usize>,
+    /// Operations that the kernel does not have yet, in the order in which they came.
+    waiting: VecDeque<Op>,
+    /// Bytes that the kernel has.
+    bytes: usize,
     on_done: OnDone,
 }
 
@@ -134,9 +159,10 @@ unsafe impl Send for Flights {}
 impl Owner {
     /// Select, apply: until nobody hands in operations any more and none is in flight.
     fn run(mut self) {
+        self.uring.submitter().register_enable_rings().expect("it was made turned off");
         self.arm_bell();
         let mut open = true;
-        while open || self.in_flight() > 0 {
+        while open || self.in_flight() > 0 || !self.waiting.is_empty() {
             self.sleep();
             let ended: Vec<(u64, i32)> =
                 self.uring.completion().map(|c| (c.user_data(), c.result())).collect();
@@ -151,7 +177,7 @@ impl Owner {
             }
             loop {
                 match self.incoming.try_recv() {
-                    Ok(op) => self.begin(op),
+                    Ok(op) => self.waiting.push_back(op),
                     Err(mpsc::TryRecvError::Empty) => break,
                     Err(mpsc::TryRecvError::Disconnected) => {
                         open = false;
@@ -159,6 +185,7 @@ impl Owner {
                     }
                 }
             }
+            self.begin_waiting();
         }
         // What is still armed reads the pipe into `wake_buffer`, which is leaked with its 64 bytes for that reason.
     }
@@ -184,7 +211,19 @@ impl Owner {
         self.push(&read.build().user_data(WAKE));
     }
 
+    /// Begins what waits, as far as there is room for its bytes. Nothing overtakes.
+    fn begin_waiting(&mut self) {
+        let limit = std::env::var("RING_BYTES").ok().and_then(|v| v.parse().ok()).unwrap_or(BYTES);
+        while let Some(op) = self.waiting.front()
+            && (self.in_flight() < FEWEST || self.bytes + op.len() <= limit)
+        {
+            let op = self.waiting.pop_front().expect("looked at just now");
+            self.begin(op);
+        }
+    }
+
     fn begin(&mut self, op: Op) {
+        self.bytes += op.len();
         let empty = || iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         let flight = Flight { op, parts: Box::new([empty(), empty()]), moved: 0, tries: 0 };
         let number = self.free.pop().unwrap_or_else(|| {
@@ -238,6 +277,7 @@ impl Owner {
         };
         let flight = self.flights.0[number].take().expect("looked at above");
         self.free.push(number);
+        self.bytes -= flight.op.len();
         (self.on_done)(Done { op: flight.op, result });
     }
 }

@@ -29,6 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How often the clock is looked at while an attempt to write again is due. At other times the thread just waits.
 const TICK: Duration = Duration::from_millis(500);
 
+/// Events that are applied in one go, at most: what they make possible must not wait for long.
+const EVENTS: usize = 32;
+
 /// What callers ask for.
 pub enum Request {
     Put {
@@ -211,6 +214,8 @@ impl Work {
             };
             if let Some(event) = event {
                 self.apply(event);
+                // What has come meanwhile goes along: starting things and telling figures cost once for all of it.
+                events.try_iter().take(EVENTS).for_each(|event| self.apply(event));
             }
             self.advance();
             self.publish();
