@@ -40,7 +40,7 @@
 //! | --- | --- | --- |
 //! | hand | [`cli`] | typed arguments, printing, exit codes |
 //! | composition | [`keeper`], [`node`] | which process runs what; wiring, readiness, drain |
-//! | faces | [`api`], [`mock`] | HTTP, the engine's socket; an engine without a model |
+//! | faces | [`api`], [`mock`], [`bench`] | HTTP, the engine's socket; an engine without a model; how fast it is here |
 //! | judgement | [`router`] | where a request goes, and the relay that carries it |
 //! | society | [`cluster`], [`observe`] | the other node; what happened and what is wrong |
 //! | mechanisms, blind to each other | [`store`], [`transfer`], [`engine`] | segment log and ring; rails; vLLM's life |
@@ -61,6 +61,7 @@
 
 pub mod api;
 pub mod base;
+pub mod bench;
 pub mod cli;
 pub mod cluster;
 pub mod engine;

@@ -3,6 +3,7 @@
 //! Words and flags are a promise to people and scripts; `tests/cli.rs` holds them. A verb's work is in the file that
 //! [`main`] sends it to. Data goes to stdout, talk to stderr, the outcome is an exit code of [`Exit`].
 
+mod bench;
 mod config;
 mod out;
 mod run;
@@ -40,6 +41,9 @@ enum Verb {
     Config(Config),
     /// Make what `up` needs and is missing: the vLLM environment, and with a tiny profile its model.
     Provision(Provision),
+    /// Measure what this machine does.
+    #[command(subcommand)]
+    Bench(bench::Bench),
     /// The node alone; `up` starts it.
     #[command(hide = true)]
     Node(Start),
@@ -217,6 +221,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Provision(order) => run::provide(&order),
         Verb::Guard(Words { words }) => run::guard(&words),
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
+        Verb::Bench(bench::Bench::Store(order)) => bench::store(&order),
         Verb::Status(status) => status::show(&status),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),

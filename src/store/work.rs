@@ -29,6 +29,15 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How often the clock is looked at while an attempt to write again is due. At other times the thread just waits.
 const TICK: Duration = Duration::from_millis(500);
 
+/// Events that are applied in one go, at most: what they make possible must not wait for long.
+const EVENTS: usize = 32;
+
+/// Bytes of rows that are summed ahead of the drive, and rows that may be whatever their size. Summing many large rows
+/// at once keeps the processor from the one that the drive waits for: with rows of 17 MB, 32 of them ahead cost a
+/// sixth of the write speed on two cores.
+const AHEAD: usize = 32 << 20;
+const AHEAD_FEWEST: usize = 4;
+
 /// What callers ask for.
 pub enum Request {
     Put {
@@ -211,6 +220,8 @@ impl Work {
             };
             if let Some(event) = event {
                 self.apply(event);
+                // What has come meanwhile goes along: starting things and telling figures cost once for all of it.
+                events.try_iter().take(EVENTS).for_each(|event| self.apply(event));
             }
             self.advance();
             self.publish();
@@ -462,8 +473,11 @@ impl Work {
 
     /// Keeps as many rows summed as the drive can take, and no more: they are summed late so that they fail early.
     fn prepare_writes(&mut self) {
-        while self.preparing + self.ready.len() < self.parts.depth {
-            let Some(write) = self.writes.pop_front() else { return };
+        while let Some(next) = self.writes.front()
+            && self.preparing + self.ready.len()
+                < self.parts.depth.min((AHEAD / next.rows.row_bytes()).max(AHEAD_FEWEST))
+        {
+            let write = self.writes.pop_front().expect("looked at just now");
             self.with_hands += 1;
             self.preparing += 1;
             let events = self.parts.events.clone();

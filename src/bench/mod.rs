@@ -1,0 +1,318 @@
+//! How fast the store is here, beside what the same drive does without it.
+//!
+//! For each row size and each medium, every round measures close together: the raw ceiling ([`raw`], at each depth of
+//! [`DEPTHS`]), the store with checksums ([`store`]), and for comparison the files tier that vLLM brings
+//! ([`fs`](mod@fs)). Ratios are made within a round (`stats.rs`). Nothing is compared with an absolute number: drives
+//! and machines differ, and are busy.
+//!
+//! What it promises. It says before it begins how much it will write and refuses when the folder lacks the room. All
+//! that it writes lies in folders of its own, which go in every way that a run can end. Rows hold bytes that no drive
+//! can shrink, no two alike.
+
+mod fs;
+mod place;
+mod raw;
+mod stats;
+mod store;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nix::sys::resource::{UsageWho, getrusage};
+use serde::Serialize;
+use tokio_util::sync::CancellationToken;
+
+pub use self::fs::python_under;
+use self::place::Place;
+use self::raw::Way;
+use self::stats::Direction;
+pub use self::stats::Spread;
+use crate::base::rows::Rows;
+use crate::base::units::Bytes;
+use crate::settings;
+
+/// Operations in flight that the ceiling is looked for at.
+pub const DEPTHS: [u32; 5] = [1, 4, 16, 32, 64];
+
+/// Row sizes of real models, in whole pages: 128 KiB, 1 MiB, 6.5 MB, 17.3 MB.
+pub const ROW_BYTES: [u32; 4] = [128 << 10, 1 << 20, 6_500_352, 17_301_504];
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// On the drive.
+    pub folder: PathBuf,
+    /// On a file system in memory; `None` leaves it out.
+    pub memory: Option<PathBuf>,
+    /// Each a multiple of 4096.
+    pub row_bytes: Vec<u32>,
+    pub rounds: usize,
+    /// What one measurement moves, about: whole rows.
+    pub amount: Bytes,
+    /// A Python that can import vLLM, or why there is none.
+    pub python: Result<PathBuf, String>,
+    /// How the store is set up beside its folder; the shipped defaults are what counts.
+    pub store: settings::Store,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("failed to use {0}: {1}")]
+    Folder(PathBuf, std::io::Error),
+    #[error("{folder} has {free} free, and the measurement needs {needed} at a time")]
+    NoRoom { folder: PathBuf, needed: Bytes, free: Bytes },
+    #[error("the drive or the ring failed: {0}")]
+    Io(#[from] std::io::Error),
+    #[error("the store failed: {0}")]
+    Store(crate::store::Error),
+    #[error("{other} of {of} rows did not pass through the store")]
+    Rows { other: usize, of: usize },
+    #[error("a row that was got back is not the row that was put")]
+    WrongBytes,
+    #[error("interrupted")]
+    Interrupted,
+}
+
+/// Where the files lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Medium {
+    Drive,
+    Shm,
+}
+
+/// One medium and row size, as scripts read it. Ratios are medians of the rounds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    pub row_bytes: u32,
+    pub medium: Medium,
+    pub read_ratio: Option<f64>,
+    pub write_ratio: Option<f64>,
+    /// The larger of both ways.
+    pub extra_cpu_s_per_gb: Option<f64>,
+    pub vllm_fs_read_ratio: Option<f64>,
+    pub vllm_fs_write_ratio: Option<f64>,
+    #[serde(skip)]
+    pub seen: Seen,
+}
+
+/// The same for people: spreads and speeds.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    pub read: Figures,
+    pub write: Figures,
+}
+
+/// One way of one medium and row size.
+#[derive(Clone, Debug)]
+pub struct Figures {
+    pub depth: u32,
+    /// Bytes per second of the ceiling.
+    pub ceiling: Option<Spread>,
+    pub store: Option<Spread>,
+    pub other: Option<Spread>,
+    /// CPU seconds per GB beyond the ceiling's own.
+    pub extra_cpu: Option<Spread>,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub rows: Vec<Row>,
+    pub restart_rows: Option<u64>,
+    pub restart_s: Option<f64>,
+    pub lookup_4000_ms: Option<f64>,
+    pub bytes_per_row: Option<f64>,
+}
+
+/// CPU seconds that this process has taken, the kernel's work for it included.
+pub(crate) fn cpu_seconds() -> f64 {
+    let usage = getrusage(UsageWho::RUSAGE_SELF).expect("asking about oneself");
+    [usage.user_time(), usage.system_time()]
+        .iter()
+        .map(|t| t.tv_sec() as f64 + t.tv_usec() as f64 / 1e6)
+        .sum()
+}
+
+/// Measures everything. `say` is told how it goes, a line at a time.
+///
+/// # Errors
+/// When the folder lacks room, something fails, or `stop` ends.
+pub async fn run(options: &Options, stop: &CancellationToken, say: &dyn Fn(&str)) -> Result<Report, Error> {
+    announce(options, say)?;
+    let mut tier = other(options, say).await;
+    let mut rows = Vec::new();
+    for (medium, folder) in media(options) {
+        let place = Place::under(folder).map_err(|e| Error::Folder(folder.to_owned(), e))?;
+        for &row_bytes in &options.row_bytes {
+            rows.push(one(options, medium, place.path(), row_bytes, &mut tier, stop, say).await?);
+        }
+    }
+    Ok(Report { rows, restart_rows: None, restart_s: None, lookup_4000_ms: None, bytes_per_row: None })
+}
+
+/// vLLM's tier, when it can be had.
+async fn other(options: &Options, say: &dyn Fn(&str)) -> Option<fs::Tier> {
+    let started = match &options.python {
+        Ok(python) => fs::Tier::start(python).await,
+        Err(why) => Err(why.clone()),
+    };
+    started.inspect_err(|why| say(&format!("without vLLM's fs tier: {why}"))).ok()
+}
+
+fn media(options: &Options) -> impl Iterator<Item = (Medium, &Path)> {
+    let memory = options.memory.iter().map(|folder| (Medium::Shm, folder.as_path()));
+    std::iter::once((Medium::Drive, options.folder.as_path())).chain(memory)
+}
+
+/// Rows of one measurement: at least as many as keep the deepest queue busy twice, when that is no more than twice
+/// the amount.
+fn count(options: &Options, row_bytes: u32) -> u32 {
+    let fits = |bytes: u64| u32::try_from(bytes / u64::from(row_bytes)).unwrap_or(1 << 20);
+    fits(options.amount.0).clamp(2, 1 << 20)
+}
+
+/// Says what will be written, and refuses when there is no room for it.
+fn announce(options: &Options, say: &dyn Fn(&str)) -> Result<(), Error> {
+    // One file of rows, one store, one folder of the files tier, never all at once with those of another size.
+    let most = |row_bytes: u32| {
+        let rows = count(options, row_bytes);
+        u64::from(rows) * u64::from(row_bytes) * 2 + store::room(&options.store, rows, row_bytes)
+    };
+    let needed = options.row_bytes.iter().map(|&bytes| most(bytes)).max().unwrap_or(0);
+    let passes = (DEPTHS.len() + 1 + usize::from(options.python.is_ok())) as u64 * options.rounds as u64;
+    let each = |bytes: &u32| u64::from(count(options, *bytes)) * u64::from(*bytes);
+    let written: u64 = options.row_bytes.iter().map(each).sum::<u64>() * passes;
+    for (_, folder) in media(options) {
+        let free = place::free(folder).map_err(|e| Error::Folder(folder.to_owned(), e))?;
+        say(&format!(
+            "{}: will write {:.1} GB in all, {:.1} GB at a time; {:.1} GB are free",
+            folder.display(),
+            written as f64 / 1e9,
+            needed as f64 / 1e9,
+            free as f64 / 1e9
+        ));
+        if free < needed {
+            return Err(Error::NoRoom {
+                folder: folder.to_owned(),
+                needed: Bytes(needed),
+                free: Bytes(free),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// All rounds of one medium and row size.
+async fn one(
+    options: &Options,
+    medium: Medium,
+    folder: &Path,
+    row_bytes: u32,
+    tier: &mut Option<fs::Tier>,
+    stop: &CancellationToken,
+    say: &dyn Fn(&str),
+) -> Result<Row, Error> {
+    let rows = store::area(count(options, row_bytes), row_bytes)?;
+    store::fill(&rows);
+    let (mut write, mut read) = (Direction::default(), Direction::default());
+    let mut told = false;
+    let sum = store::checksums(&rows);
+    say(&format!(
+        "{medium:?}, {} rows of {row_bytes} bytes; a checksum alone: {:.2} CPU s/GB, {:.1} GB/s a thread",
+        rows.count(),
+        sum.cpu_per_gb(),
+        sum.speed() / 1e9
+    ));
+    if let Some(begun) = tier
+        && let Err(why) = begun.begin(&folder.join("fs"), row_bytes, rows.count()).await
+    {
+        say(&format!("  without vLLM's fs tier: {why}"));
+        *tier = None;
+    }
+    for round in 1..=options.rounds {
+        let (raw_write, raw_read, direct) = ceilings(folder, &rows, stop)?;
+        write.raw.push(raw_write);
+        read.raw.push(raw_read);
+        let measured = store::round(&folder.join("store"), &options.store, &rows).await?;
+        write.store.push(measured.write);
+        read.store.push(measured.read);
+        if !std::mem::replace(&mut told, true) {
+            let how =
+                if direct { "past the page cache" } else { "through the page cache: no direct I/O here" };
+            say(&format!(
+                "{medium:?}, rows of {row_bytes} bytes: ceiling {how}; the store uses {}",
+                measured.io
+            ));
+            measured.notes.iter().for_each(|note| say(&format!("  {note}")));
+        }
+        if let Some(of) = tier {
+            match of.round().await {
+                Ok((wrote, got)) => {
+                    write.other.push(wrote);
+                    read.other.push(got);
+                }
+                Err(why) => {
+                    say(&format!("  without vLLM's fs tier: {why}"));
+                    (*tier, write.other, read.other) = (None, Vec::new(), Vec::new());
+                }
+            }
+        }
+        say(&format!(
+            "  round {round}: write {:.0} MB/s, read {:.0} MB/s",
+            measured.write.speed() / 1e6,
+            measured.read.speed() / 1e6
+        ));
+        if stop.is_cancelled() {
+            return Err(Error::Interrupted);
+        }
+    }
+    if let Some(of) = tier {
+        // Its folder goes with ours in any case.
+        let _ = of.end().await;
+    }
+    Ok(row(medium, row_bytes, &write, &read))
+}
+
+type Passes = Vec<stats::Cost>;
+
+/// The raw path at every depth, each with a new file.
+fn ceilings(
+    folder: &Path,
+    rows: &Arc<Rows>,
+    stop: &CancellationToken,
+) -> Result<(Passes, Passes, bool), Error> {
+    let (mut write, mut read, mut direct) = (Vec::new(), Vec::new(), true);
+    for depth in DEPTHS {
+        if stop.is_cancelled() {
+            return Err(Error::Interrupted);
+        }
+        let bed = raw::Bed::make(&folder.join("raw"))?;
+        write.push(bed.pass(Way::Write, rows, depth)?);
+        read.push(bed.pass(Way::Read, rows, depth)?);
+        direct &= bed.direct;
+    }
+    Ok((write, read, direct))
+}
+
+fn row(medium: Medium, row_bytes: u32, write: &Direction, read: &Direction) -> Row {
+    let median = |spread: Option<Spread>| spread.map(|s| s.median);
+    let figures = |of: &Direction| Figures {
+        depth: of.best_depth().map_or(0, |n| DEPTHS[n]),
+        ceiling: Spread::of(of.ceiling().iter().map(stats::Cost::speed)),
+        store: of.store_ratio(),
+        other: of.other_ratio(),
+        extra_cpu: of.extra_cpu(),
+    };
+    let cpu = [write, read].into_iter().filter_map(|d| median(d.extra_cpu()));
+    Row {
+        row_bytes,
+        medium,
+        read_ratio: median(read.store_ratio()),
+        write_ratio: median(write.store_ratio()),
+        extra_cpu_s_per_gb: cpu.max_by(f64::total_cmp),
+        vllm_fs_read_ratio: median(read.other_ratio()),
+        vllm_fs_write_ratio: median(write.other_ratio()),
+        seen: Seen { read: figures(read), write: figures(write) },
+    }
+}

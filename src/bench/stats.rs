@@ -1,0 +1,130 @@
+//! Figures from rounds: medians, spreads, and what they say about store and ceiling. Pure.
+//!
+//! A machine that measures is never quiet. Each round measures everything once, close together, and only ratios within
+//! a round count; the median of the rounds is the figure and the extremes stand beside it. The ceiling's depth is
+//! chosen by its median over all rounds, not round by round: the best of five noisy figures is not a ceiling but luck.
+
+/// What moving some bytes took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    pub bytes: u64,
+    pub seconds: f64,
+    /// CPU seconds of the whole process, the kernel's work for it included.
+    pub cpu: f64,
+}
+
+impl Cost {
+    /// Bytes per second.
+    pub fn speed(&self) -> f64 {
+        self.bytes as f64 / self.seconds.max(1e-9)
+    }
+
+    /// CPU seconds per gigabyte (10^9 bytes).
+    pub fn cpu_per_gb(&self) -> f64 {
+        self.cpu * 1e9 / (self.bytes.max(1) as f64)
+    }
+}
+
+/// The middle of some figures and their extremes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    pub median: f64,
+    pub least: f64,
+    pub most: f64,
+}
+
+impl Spread {
+    /// `None` without figures.
+    pub fn of(figures: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let mut all: Vec<f64> = figures.into_iter().collect();
+        all.sort_by(f64::total_cmp);
+        let (&least, &most) = (all.first()?, all.last()?);
+        let (low, high) = (all[(all.len() - 1) / 2], all[all.len() / 2]);
+        Some(Self { median: f64::midpoint(low, high), least, most })
+    }
+}
+
+/// One direction of one medium and row size, over all rounds.
+#[derive(Clone, Debug, Default)]
+pub struct Direction {
+    /// By round, by depth of [`super::DEPTHS`].
+    pub raw: Vec<Vec<Cost>>,
+    /// By round.
+    pub store: Vec<Cost>,
+    /// By round; empty when it could not be measured.
+    pub other: Vec<Cost>,
+}
+
+impl Direction {
+    /// Which depth is the ceiling: the highest median speed.
+    pub fn best_depth(&self) -> Option<usize> {
+        let depths = self.raw.first()?.len();
+        let median = |depth: usize| Spread::of(self.raw.iter().map(|round| round[depth].speed()));
+        let known = (0..depths).filter_map(|depth| Some((depth, median(depth)?.median)));
+        known.max_by(|a, b| a.1.total_cmp(&b.1)).map(|(depth, _)| depth)
+    }
+
+    /// The ceiling of each round.
+    pub fn ceiling(&self) -> Vec<Cost> {
+        self.best_depth().map_or_else(Vec::new, |depth| self.raw.iter().map(|round| round[depth]).collect())
+    }
+
+    /// `speed / ceiling`, within each round.
+    fn ratios(&self, of: &[Cost]) -> Option<Spread> {
+        Spread::of(of.iter().zip(self.ceiling()).map(|(cost, raw)| cost.speed() / raw.speed()))
+    }
+
+    pub fn store_ratio(&self) -> Option<Spread> {
+        self.ratios(&self.store)
+    }
+
+    pub fn other_ratio(&self) -> Option<Spread> {
+        self.ratios(&self.other)
+    }
+
+    /// CPU seconds per GB of the store beyond those of the ceiling, within each round.
+    pub fn extra_cpu(&self) -> Option<Spread> {
+        let pairs = self.store.iter().zip(self.ceiling());
+        Spread::of(pairs.map(|(cost, raw)| cost.cpu_per_gb() - raw.cpu_per_gb()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cost(seconds: f64, cpu: f64) -> Cost {
+        Cost { bytes: 1_000_000_000, seconds, cpu }
+    }
+
+    #[test]
+    fn the_median_is_the_middle_and_the_extremes_stand_beside_it() {
+        assert_eq!(Spread::of([]), None);
+        assert_eq!(Spread::of([3.0, 1.0, 2.0]), Some(Spread { median: 2.0, least: 1.0, most: 3.0 }));
+        assert_eq!(Spread::of([4.0, 1.0]).unwrap().median, 2.5);
+    }
+
+    #[test]
+    fn one_lucky_round_makes_no_ceiling() {
+        // The second depth is better in the middle; the first had one lucky round.
+        let direction = Direction {
+            raw: vec![
+                vec![cost(0.1, 0.1), cost(1.0, 0.1)],
+                vec![cost(2.0, 0.1), cost(1.0, 0.1)],
+                vec![cost(2.0, 0.1), cost(1.0, 0.1)],
+            ],
+            store: vec![cost(1.25, 0.3), cost(1.0, 0.2), cost(2.0, 0.2)],
+            other: Vec::new(),
+        };
+        assert_eq!(direction.best_depth(), Some(1));
+        assert_eq!(direction.store_ratio(), Some(Spread { median: 0.8, least: 0.5, most: 1.0 }));
+        assert!((direction.extra_cpu().unwrap().median - 0.1).abs() < 1e-9);
+        assert_eq!(direction.other_ratio(), None);
+    }
+
+    #[test]
+    fn nothing_measured_is_no_figure() {
+        let none = Direction::default();
+        assert_eq!((none.best_depth(), none.store_ratio(), none.extra_cpu()), (None, None, None));
+    }
+}
