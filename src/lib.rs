@@ -43,7 +43,7 @@
 //! | faces | [`api`], [`mock`] | HTTP, the engine's socket; an engine without a model |
 //! | judgement | [`router`] | where a request goes, and the relay that carries it |
 //! | society | [`cluster`], [`observe`] | the other node; what happened and what is wrong |
-//! | mechanisms, blind to each other | [`store`], [`transfer`], [`engine`] | segment log and ring; rails; vLLM's life |
+//! | mechanisms, blind to each other | [`store`], [`transfer`], [`engine`], [`trace`] | segment log and ring; rails; vLLM's life; recorded sessions |
 //! | house rules | [`settings`], [`tasks`], [`meter`] | one settings tree; task kinds; metrics |
 //! | ground | [`base`] | identities, frames, shared memory, faults, the clock |
 //!
@@ -73,4 +73,5 @@ pub mod router;
 pub mod settings;
 pub mod store;
 pub mod tasks;
+pub mod trace;
 pub mod transfer;

@@ -7,6 +7,7 @@ mod config;
 mod out;
 mod run;
 mod status;
+mod trace;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -38,6 +39,9 @@ enum Verb {
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
+    /// Look at recorded sessions.
+    #[command(subcommand)]
+    Trace(Trace),
     /// Make what `up` needs and is missing: the vLLM environment, and with a tiny profile its model.
     Provision(Provision),
     /// The node alone; `up` starts it.
@@ -132,6 +136,22 @@ struct Show {
     json: bool,
 }
 
+#[derive(Debug, Subcommand)]
+enum Trace {
+    /// Print what recorded sessions hold, and the most that a cache can save of them.
+    Info(TraceInfo),
+}
+
+#[derive(Debug, Args)]
+struct TraceInfo {
+    /// Weka traces: JSON files, folders of *.json, `.rle.jsonl` with one session per line; each also as `.gz`.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// As JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 fn assignment(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.trim().to_owned(), value.to_owned())),
@@ -218,6 +238,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Guard(Words { words }) => run::guard(&words),
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
         Verb::Status(status) => status::show(&status),
+        Verb::Trace(Trace::Info(order)) => trace::info(&order),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),
     };
