@@ -39,6 +39,7 @@ use tokio::sync::{Semaphore, broadcast, oneshot};
 
 use self::disk::{Disk, Files, OnDone};
 use self::folder::Folder;
+pub use self::format::{rows_in_segment, segment_for_rows};
 use self::hands::Hands;
 use self::index::Index;
 pub use self::index::{Change, ChangeKind};
@@ -70,6 +71,9 @@ const SEGMENT_MAX: u64 = 4 << 30;
 
 /// Room that is left beside the segments for the identity and what the file system adds to each file.
 const MARGIN: u64 = 64 << 10;
+
+/// Bytes of a capacity that never become segments.
+pub const BESIDE_SEGMENTS: u64 = MARGIN;
 
 #[derive(Clone, Debug)]
 pub struct Options {
