@@ -41,9 +41,10 @@
 //! | hand | [`cli`] | typed arguments, printing, exit codes |
 //! | composition | [`keeper`], [`node`] | which process runs what; wiring, readiness, drain |
 //! | faces | [`api`], [`mock`], [`bench`] | HTTP, the engine's socket; an engine without a model; how fast it is here |
+//! | faces | [`api`], [`mock`], [`sim`] | HTTP, the engine's socket; an engine without a model; recorded sessions against the store |
 //! | judgement | [`router`] | where a request goes, and the relay that carries it |
 //! | society | [`cluster`], [`observe`] | the other node; what happened and what is wrong |
-//! | mechanisms, blind to each other | [`store`], [`transfer`], [`engine`] | segment log and ring; rails; vLLM's life |
+//! | mechanisms, blind to each other | [`store`], [`transfer`], [`engine`], [`trace`] | segment log and ring; rails; vLLM's life; recorded sessions |
 //! | house rules | [`settings`], [`tasks`], [`meter`] | one settings tree; task kinds; metrics |
 //! | ground | [`base`] | identities, frames, shared memory, faults, the clock |
 //!
@@ -72,6 +73,8 @@ pub mod node;
 pub mod observe;
 pub mod router;
 pub mod settings;
+pub mod sim;
 pub mod store;
 pub mod tasks;
+pub mod trace;
 pub mod transfer;

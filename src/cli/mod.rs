@@ -7,14 +7,18 @@ mod bench;
 mod config;
 mod out;
 mod run;
+mod sim;
 mod status;
+mod trace;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::base::units::Bytes;
 use crate::settings::{Flag, Inputs};
+use crate::sim::{Capacity, Policy};
 
 pub use out::Exit;
 
@@ -39,6 +43,11 @@ enum Verb {
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
+    /// Look at recorded sessions.
+    #[command(subcommand)]
+    Trace(Trace),
+    /// Play recorded sessions against the store and against policies that others use.
+    Sim(Sim),
     /// Make what `up` needs and is missing: the vLLM environment, and with a tiny profile its model.
     Provision(Provision),
     /// Measure what this machine does.
@@ -136,6 +145,58 @@ struct Show {
     json: bool,
 }
 
+#[derive(Debug, Subcommand)]
+enum Trace {
+    /// Print what recorded sessions hold, and the most that a cache can save of them.
+    Info(TraceInfo),
+}
+
+#[derive(Debug, Args)]
+struct TraceInfo {
+    /// Weka traces: JSON files, folders of *.json, `.rle.jsonl` with one session per line; each also as `.gz`.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// As JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct Sim {
+    /// Weka traces, as in `trace info`.
+    #[arg(required = true, value_name = "TRACE")]
+    traces: Vec<PathBuf>,
+    /// Room for rows: a size such as 64GiB, or a share of all different rows such as 25%. Several with commas.
+    #[arg(long, value_name = "SIZE|PCT%", value_delimiter = ',', default_value = "10%,25%,50%,75%",
+        value_parser = sim::capacity)]
+    capacity: Vec<Capacity>,
+    /// Tokens of one row.
+    #[arg(long, value_name = "TOKENS", default_value_t = 512)]
+    row_tokens: u32,
+    /// Bytes of one token in a row. The default is that of a 30B hybrid model whose layers share one row size.
+    #[arg(long, value_name = "BYTES", default_value_t = 14_848)]
+    bytes_per_token: u64,
+    /// State groups of a hybrid model: that many further rows at each row's end, needed where a prefix ends.
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    state_groups: u32,
+    /// Bytes of one segment, as store.segment.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = str::parse::<Bytes>)]
+    segment: Bytes,
+    /// worth (the shipped store), lru, s3fifo, sieve. Several with commas.
+    #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "worth,lru,s3fifo,sieve",
+        value_parser = sim::policy)]
+    policy: Vec<Policy>,
+    /// Sessions that are open at a time, on average.
+    #[arg(long, value_name = "NUMBER", default_value_t = 8.0)]
+    sessions_at_once: f64,
+    /// When sessions start follows from it: same seed, same figures.
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+    /// As JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 fn assignment(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.trim().to_owned(), value.to_owned())),
@@ -223,6 +284,8 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
         Verb::Bench(bench::Bench::Store(order)) => bench::store(&order),
         Verb::Status(status) => status::show(&status),
+        Verb::Trace(Trace::Info(order)) => trace::info(&order),
+        Verb::Sim(order) => sim::play(order),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),
     };

@@ -90,6 +90,20 @@ pub const fn foot_bytes(entries: u64) -> u64 {
     padded(entries * ENTRY as u64) + PAGE64
 }
 
+/// Bytes of a segment that takes just so many rows of so many bytes.
+pub const fn segment_for_rows(rows: u64, row_bytes: u64) -> u64 {
+    PAGE64 + rows * (PAGE64 + padded(row_bytes)) + foot_bytes(rows)
+}
+
+/// How many rows of so many bytes a segment takes.
+pub const fn rows_in_segment(segment: u64, row_bytes: u64) -> u64 {
+    let mut rows = segment / (PAGE64 + padded(row_bytes));
+    while rows > 0 && segment_for_rows(rows, row_bytes) > segment {
+        rows -= 1;
+    }
+    rows
+}
+
 /// Fills a page up and closes it with its checksum.
 fn close(mut w: Writer) -> Vec<u8> {
     assert!(w.0.len() <= PAGE - 8, "a page of ours has room for its fields");

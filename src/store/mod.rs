@@ -42,6 +42,7 @@ use tokio::sync::{Semaphore, broadcast, oneshot};
 
 use self::disk::{Disk, Files, OnDone};
 use self::folder::Folder;
+pub use self::format::{rows_in_segment, segment_for_rows};
 use self::hands::Hands;
 use self::index::Index;
 pub use self::index::{Change, ChangeKind};
@@ -77,6 +78,9 @@ const CAPACITY_MIN: u64 = MARGIN + SEGMENTS_MIN * SEGMENT_MIN;
 
 /// Room that is left beside the segments for the identity and what the file system adds to each file.
 const MARGIN: u64 = 64 << 10;
+
+/// Bytes of a capacity that never become segments.
+pub const BESIDE_SEGMENTS: u64 = MARGIN;
 
 #[derive(Clone, Debug)]
 pub struct Options {
