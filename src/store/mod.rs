@@ -20,6 +20,7 @@ mod hands;
 mod index;
 mod inspect;
 mod log;
+mod marks;
 mod mem;
 mod metrics;
 mod recover;
@@ -44,10 +45,11 @@ use self::hands::Hands;
 use self::index::Index;
 pub use self::index::{Change, ChangeKind};
 pub use self::inspect::{Located, inspect};
+use self::marks::{MARKS, Marks};
 pub use self::mem::{Failure, Loss, Mem};
 use self::metrics::Metrics;
 use self::ring::Ring;
-use self::work::{Event, Facts, Request, Work};
+use self::work::{Event, Facts, Mark, Request, Work};
 use crate::base::block::{RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros};
 use crate::base::fault::{Code, Fault};
@@ -110,6 +112,16 @@ pub enum Error {
     RowTooLarge { row: usize, segment: u64 },
     #[error("the store is closed")]
     Closed,
+    #[error(
+        "{wanted} would be pinned ({pinned} are), at most {limit} may be: unpin rows or raise store.capacity"
+    )]
+    TooManyPins { pinned: Bytes, wanted: Bytes, limit: Bytes },
+    #[error(
+        "there is no room for more marks on rows: unpin rows, or drop whole namespaces instead of single rows"
+    )]
+    TooManyMarks,
+    #[error("done, but not saved: it ends with this process: {0}")]
+    NotSaved(String),
 }
 
 /// What a start has found.
@@ -166,6 +178,13 @@ pub struct Status {
     pub served: u64,
     pub failed: u64,
     pub reclaimed: u64,
+    /// Payload bytes of rows that were copied out of segments that made room.
+    pub moved_bytes: u64,
+    /// Rows offered that were not kept because what is held is worth more.
+    pub refused: u64,
+    /// Rows that are pinned, and the bytes that they take at most.
+    pub pinned: u64,
+    pub pinned_bytes: u64,
     pub spaces: Vec<SpaceStatus>,
 }
 
@@ -224,10 +243,11 @@ impl Store {
         let mut notes = Vec::new();
         let depth = options.queue_depth.clamp(1, 1024);
         let (files, disk, hands) = start_disk(&options, disk, depth, on_done, &mut notes)?;
-        let found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
+        let mut found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
         let mut opened = found.opened;
         opened.io = disk.name().to_owned();
         opened.notes.splice(0..0, notes.iter().cloned());
+        let marks = load_marks(&files, &mut found.index, &mut opened);
         let metrics = Metrics::new(meter);
         metrics.damaged.inc_by(opened.damaged);
         metrics.capacity_bytes.set(i64::try_from(capacity).unwrap_or(i64::MAX));
@@ -245,6 +265,7 @@ impl Store {
             store: found.store,
             log: found.log,
             handles: found.handles,
+            marks,
         });
         hands::thread("store", move || work.run(&events))?;
         let jobs = Arc::new(Semaphore::new(JOBS));
@@ -298,6 +319,59 @@ impl Store {
         self.0.shared.index.lock().subscribe(space)
     }
 
+    /// A request has used this chain: the rows of its prompt, each with the tokens up to its end. What of it is held
+    /// is worth more from now on.
+    pub fn heat(&self, space: Space, chain: &[(RowKey, u32)], now: Micros) {
+        // A touch each until use counts.
+        let _ = (space, chain, now);
+    }
+
+    /// Keeps rows whatever else needs their room, this process's life and later ones. Keys that are not held are
+    /// passed over. Gives how many were not pinned before.
+    ///
+    /// # Errors
+    /// [`Error::TooManyPins`] or [`Error::TooManyMarks`], and then none is pinned.
+    pub async fn pin(&self, space: Space, keys: Vec<RowKey>) -> Result<u64, Error> {
+        self.mark(space, Mark::Pin(keys)).await
+    }
+
+    /// Ends pins. Gives how many there were.
+    ///
+    /// # Errors
+    /// When it could not be saved.
+    pub async fn unpin(&self, space: Space, keys: Vec<RowKey>) -> Result<u64, Error> {
+        self.mark(space, Mark::Unpin(keys)).await
+    }
+
+    /// Takes rows out for good; pinned ones too. Their bytes go with their segments. Gives how many were held.
+    ///
+    /// # Errors
+    /// [`Error::TooManyMarks`], and then none is gone.
+    pub async fn drop_rows(&self, space: Space, keys: Vec<RowKey>) -> Result<u64, Error> {
+        self.mark(space, Mark::Drop(keys)).await
+    }
+
+    /// Takes every row of a space out for good. Gives how many there were.
+    ///
+    /// # Errors
+    /// [`Error::TooManyMarks`], and then none is gone.
+    pub async fn forget(&self, space: Space) -> Result<u64, Error> {
+        self.mark(space, Mark::Forget).await
+    }
+
+    /// Rows that are pinned.
+    pub async fn pinned(&self) -> Vec<(Space, RowKey)> {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Pinned(answer));
+        answered.await.unwrap_or_default()
+    }
+
+    async fn mark(&self, space: Space, mark: Mark) -> Result<u64, Error> {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Mark(space, mark, answer));
+        answered.await.unwrap_or(Err(Error::Closed))
+    }
+
     pub fn status(&self) -> Status {
         let facts = self.0.shared.facts.lock().clone();
         let (rows, spaces) = {
@@ -328,6 +402,10 @@ impl Store {
             served: facts.served,
             failed: facts.failed,
             reclaimed: facts.reclaimed,
+            moved_bytes: facts.moved_bytes,
+            refused: facts.refused,
+            pinned: facts.pinned,
+            pinned_bytes: facts.pinned_bytes,
             spaces,
         }
     }
@@ -377,9 +455,45 @@ impl Store {
     }
 }
 
+/// Reads what people said about rows, and takes out what they dropped.
+fn load_marks(files: &Files, index: &mut Index, opened: &mut Opened) -> Marks {
+    let read = files.open(MARKS).and_then(|handle| {
+        let most = usize::try_from(marks::FILE_MAX).expect("a few MiB");
+        let mut bytes = disk::Buffer::zeroed(most);
+        let len = files.read(&handle, 0, &mut bytes)?;
+        bytes.truncate(len);
+        Ok(bytes)
+    });
+    let marks = match read.map(|bytes| Marks::decode(&bytes)) {
+        Ok(Ok(marks)) => marks,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Marks::default(),
+        Ok(Err(bad)) => return without_marks(&bad.to_string(), opened),
+        Err(e) => return without_marks(&e.to_string(), opened),
+    };
+    let (rows, spaces) = marks.dropped();
+    let mut dropped: Vec<_> = rows.collect();
+    for space in spaces {
+        dropped.extend(index.subscribe(space).0.into_iter().map(|(key, _)| (space, key)));
+    }
+    for (space, key) in dropped {
+        if let Some(place) = index.get(&space, &key).filter(|place| marks.is_dropped(&space, &key, place)) {
+            index.remove(&space, &key, &place);
+        }
+    }
+    opened.rows = index.rows();
+    marks
+}
+
+fn without_marks(why: &str, opened: &mut Opened) -> Marks {
+    opened.damaged += 1;
+    opened.notes.push(format!("{MARKS}: {why}; no row is pinned or dropped"));
+    Marks::default()
+}
+
 /// Bytes of a new segment: as asked for, but at least four fit.
 fn segment_bytes(options: &Options) -> Result<u64, Error> {
-    let most = options.capacity.0.saturating_sub(MARGIN) / SEGMENTS_MIN;
+    let beside = MARGIN + marks::reserve(options.capacity.0);
+    let most = options.capacity.0.saturating_sub(beside) / SEGMENTS_MIN;
     let bytes = options.segment.0.clamp(SEGMENT_MIN, SEGMENT_MAX).min(most);
     let bytes = bytes - bytes % format::PAGE64;
     if bytes < SEGMENT_MIN { Err(Error::TooSmall(options.capacity)) } else { Ok(bytes) }

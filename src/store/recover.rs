@@ -14,6 +14,7 @@ use super::format::{
 };
 use super::index::{Index, Place};
 use super::log::{Limits, Log};
+use super::marks::{self, MARKS};
 use super::{Error, Opened};
 use crate::base::checksum::crc64;
 
@@ -55,7 +56,8 @@ struct Recovery<'a> {
 
 /// Reads a folder that is locked.
 pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, Error> {
-    let mut recovery = Recovery { files, opened: Opened::default(), other: 0, next: Sequence(1) };
+    let other = marks::reserve(capacity);
+    let mut recovery = Recovery { files, opened: Opened::default(), other, next: Sequence(1) };
     let named = recovery.sort_files()?;
     let heads = recovery.read_heads(named);
     let store = recovery.identity(&heads)?;
@@ -92,6 +94,8 @@ impl Recovery<'_> {
                 self.files.remove(&found.name)?;
             } else if found.name == IDENTITY || found.name == LOCK {
                 self.other += found.taken;
+            } else if found.name == MARKS {
+                // Its room is set aside already.
             } else {
                 self.other += found.taken;
                 self.note(format!("{}: not a file of the store; it counts against the capacity", found.name));

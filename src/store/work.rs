@@ -13,8 +13,9 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
 use super::format::{Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, segment_name};
 use super::hands::Hands;
-use super::index::Place;
+use super::index::{Index, Place};
 use super::log::{Log, Room, Step};
+use super::marks::{self, Full, MARKS, Marks, Point};
 use super::{Error, Shared};
 use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
 use crate::base::checksum::crc64;
@@ -22,6 +23,7 @@ use crate::base::clock::{Clock, Micros};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::{AreaId, Rows};
+use crate::base::units::Bytes;
 
 /// Longest that reads may hold up a write.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -49,6 +51,17 @@ pub enum Request {
     },
 }
 
+/// What people say about rows of a space.
+pub enum Mark {
+    Pin(Vec<RowKey>),
+    Unpin(Vec<RowKey>),
+    Drop(Vec<RowKey>),
+    Forget,
+}
+
+/// Answers a [`Mark`] with how many rows it concerned.
+pub type Marked = oneshot::Sender<Result<u64, Error>>;
+
 /// What can happen.
 pub enum Event {
     Attach(Arc<Rows>, oneshot::Sender<Result<(), Error>>),
@@ -62,6 +75,10 @@ pub enum Event {
     Verified(Box<Verified>),
     /// A file was made or removed.
     Stepped(Step, Result<(Option<Handle>, u64), String>),
+    Mark(Space, Mark, Marked),
+    /// What people said was written down, or could not be.
+    Saved(Vec<(Marked, u64)>, Result<(), String>),
+    Pinned(oneshot::Sender<Vec<(Space, RowKey)>>),
     Close(Option<oneshot::Sender<()>>),
 }
 
@@ -80,6 +97,10 @@ pub struct Facts {
     pub served: u64,
     pub failed: u64,
     pub reclaimed: u64,
+    pub moved_bytes: u64,
+    pub refused: u64,
+    pub pinned: u64,
+    pub pinned_bytes: u64,
     pub attached: HashSet<Space>,
 }
 
@@ -160,6 +181,7 @@ pub struct Parts {
     pub store: StoreId,
     pub log: Log,
     pub handles: HashMap<Sequence, Handle>,
+    pub marks: Marks,
 }
 
 pub struct Work {
@@ -176,6 +198,9 @@ pub struct Work {
     flights: HashMap<u64, Flight>,
     /// Keys between being offered and being whole or failed, with who else offered them meanwhile.
     pending: HashMap<(Space, RowKey), Vec<Slot>>,
+    /// Whether the file of marks is being written, and who waits for its next version.
+    saving: bool,
+    unsaved: Vec<(Marked, u64)>,
     next_job: u64,
     next_tag: u64,
     closing: Option<Vec<oneshot::Sender<()>>>,
@@ -194,6 +219,8 @@ impl Work {
             preparing: 0,
             flights: HashMap::new(),
             pending: HashMap::new(),
+            saving: false,
+            unsaved: Vec::new(),
             next_job: 0,
             next_tag: 0,
             closing: None,
@@ -258,11 +285,103 @@ impl Work {
                 self.with_hands -= 1;
                 self.file_step_ended(&step, result);
             }
+            Event::Mark(space, mark, answer) => self.mark(space, mark, answer),
+            Event::Saved(answers, result) => {
+                self.with_hands -= 1;
+                self.saving = false;
+                self.saved(answers, &result);
+            }
+            Event::Pinned(answer) => drop(answer.send(self.parts.marks.pins().collect())),
             Event::Close(answer) => {
                 self.closing.get_or_insert_default().extend(answer);
                 self.drop_queued(None);
             }
         }
+    }
+
+    fn mark(&mut self, space: Space, mark: Mark, answer: Marked) {
+        if self.closing.is_some() {
+            let _ = answer.send(Err(Error::Closed));
+            return;
+        }
+        match self.apply_mark(space, mark) {
+            Err(error) => drop(answer.send(Err(error))),
+            Ok(0) => drop(answer.send(Ok(0))),
+            Ok(count) => {
+                self.unsaved.push((answer, count));
+                self.save_marks();
+            }
+        }
+    }
+
+    fn apply_mark(&mut self, space: Space, mark: Mark) -> Result<u64, Error> {
+        let (capacity, segment) = (self.parts.log.capacity(), self.parts.log.segment_bytes());
+        let limit = marks::limit(capacity, segment);
+        let refuse = |full| match full {
+            Full::Pins { pinned, wanted } => {
+                Error::TooManyPins { pinned: Bytes(pinned), wanted: Bytes(wanted), limit: Bytes(limit) }
+            }
+            Full::File => Error::TooManyMarks,
+        };
+        let marks = &mut self.parts.marks;
+        let mut index = self.parts.shared.index.lock();
+        let held = |index: &Index, keys: Vec<RowKey>| -> Vec<(RowKey, Place)> {
+            keys.into_iter().filter_map(|key| Some((key, index.get(&space, &key)?))).collect()
+        };
+        let gone = match mark {
+            Mark::Pin(keys) => {
+                let rows: Vec<_> =
+                    held(&index, keys).iter().map(|(key, place)| (*key, place.length)).collect();
+                return marks.pin(space, &rows, capacity, limit).map_err(refuse);
+            }
+            Mark::Unpin(keys) => return Ok(marks.unpin(space, &keys)),
+            Mark::Drop(keys) => {
+                let rows = held(&index, keys);
+                let points: Vec<_> = rows.iter().map(|(key, place)| (*key, Point::of(place))).collect();
+                marks.drop_rows(space, &points, capacity).map_err(refuse)?;
+                rows
+            }
+            Mark::Forget => {
+                let keys = index.subscribe(space).0.into_iter().map(|(key, _)| key).collect();
+                let rows = held(&index, keys);
+                if let Some(last) = rows.iter().map(|(_, place)| Point::of(place)).max() {
+                    marks.forget(space, last, capacity).map_err(refuse)?;
+                }
+                rows
+            }
+        };
+        Ok(gone.iter().filter(|(key, place)| index.remove(&space, key, place)).count() as u64)
+    }
+
+    /// One version of the file at a time; what is said meanwhile goes into the next.
+    fn save_marks(&mut self) {
+        if self.saving || self.unsaved.is_empty() {
+            return;
+        }
+        self.saving = true;
+        self.with_hands += 1;
+        if let Some(oldest) = self.parts.log.oldest() {
+            self.parts.marks.prune(oldest);
+        }
+        let (answers, bytes) = (std::mem::take(&mut self.unsaved), self.parts.marks.encode());
+        let (files, events) = (self.parts.files.clone(), self.parts.events.clone());
+        self.parts.hands.give(move || {
+            let result = files.replace(MARKS, &bytes).map_err(|e| e.to_string());
+            drop(files);
+            let _ = events.send(Event::Saved(answers, result));
+        });
+    }
+
+    fn saved(&mut self, answers: Vec<(Marked, u64)>, result: &Result<(), String>) {
+        if let Err(reason) = result {
+            tracing::error!(%reason, "failed to save pins and drops");
+        }
+        // Figures first: whoever has the answer finds them.
+        self.publish();
+        for (answer, count) in answers {
+            let _ = answer.send(result.clone().map(|()| count).map_err(Error::NotSaved));
+        }
+        self.save_marks();
     }
 
     fn attach(&mut self, rows: &Rows) -> Result<(), Error> {
@@ -827,6 +946,7 @@ impl Work {
         {
             facts.attached = self.areas.values().map(|a| a.space).collect();
         }
+        (facts.pinned, facts.pinned_bytes) = self.parts.marks.pinned();
         let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         metrics.used_bytes.set(i64::try_from(facts.used).unwrap_or(i64::MAX));
         metrics.rows.set(i64::try_from(rows).unwrap_or(i64::MAX));
