@@ -51,7 +51,7 @@ const UNSAFE: [&str; 4] = ["base/shm.rs", "store/ring.rs", "store/disk.rs", "eng
 
 /// Files that decide and do not act. `store/index.rs` reads no clock and does no I/O either, but owns the channel that
 /// its changes leave through: a listing and the changes after it are cut at one point.
-const PURE: [&str; 23] = [
+const PURE: [&str; 28] = [
     "api/local/lease.rs",
     "base/block.rs",
     "base/checksum.rs",
@@ -60,10 +60,12 @@ const PURE: [&str; 23] = [
     "base/frame.rs",
     "base/geometry.rs",
     "base/units.rs",
+    "api/local/promise.rs",
     "cluster/peer.rs",
     "cluster/proto.rs",
     "engine/machine.rs",
     "observe/alerts.rs",
+    "observe/chains.rs",
     "observe/health.rs",
     "observe/requests.rs",
     "observe/state.rs",
@@ -73,7 +75,10 @@ const PURE: [&str; 23] = [
     "router/refusal.rs",
     "router/usage.rs",
     "settings/check.rs",
+    "store/budget.rs",
     "store/format.rs",
+    "store/scrub.rs",
+    "store/survey.rs",
     "transfer/wire.rs",
 ];
 

@@ -1,5 +1,6 @@
 //! `status`: asks the running node over its public port and shows the answer on one screen.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::path::Path;
@@ -181,10 +182,21 @@ fn node(view: &NodeView, peer: Option<&PeerView>, now: u64, out: &mut Out) -> st
         let line = if check.ok { line } else { out.tint(Tint::Warn, &line) };
         out.line(&format!("  {:8} {line}", clean(name)))?;
     }
+    if let Some(line) = broken_words(&view.cache.broken_promises) {
+        out.line(&format!("  {:8} {}", "loads", out.tint(Tint::Warn, &line)))?;
+    }
     for tier in &view.tiers {
         out.line(&format!("  {:8} {}", clean(&tier.name), tier_words(tier)))?;
     }
     Ok(())
+}
+
+/// Loads that failed although a lookup had said that the rows are there.
+fn broken_words(broken: &BTreeMap<String, u64>) -> Option<String> {
+    let reasons: Vec<_> = broken.iter().filter(|(_, rows)| **rows > 0).collect();
+    let all: u64 = reasons.iter().map(|(_, rows)| **rows).sum();
+    let each: Vec<_> = reasons.iter().map(|(reason, rows)| format!("{} {rows}", clean(reason))).collect();
+    (all > 0).then(|| format!("! {all} rows were promised and did not come: {}", each.join(", ")))
 }
 
 fn peer_words(peer: &PeerView, now: u64, out: &Out) -> String {

@@ -28,6 +28,7 @@ use crate::cluster::{self, Cluster};
 use crate::engine;
 use crate::meter::Meter;
 use crate::observe::alerts::Alerts;
+use crate::observe::chains::Chains;
 use crate::observe::requests::Ledger;
 use crate::observe::state::NodeFile;
 use crate::router::{self, Router, Wire};
@@ -81,6 +82,7 @@ struct Parts {
     engine: tokio::sync::watch::Receiver<engine::View>,
     judged: tokio::sync::watch::Receiver<gate::Judged>,
     ledger: Arc<Mutex<Ledger>>,
+    chains: Arc<Mutex<Chains>>,
     alerts: Arc<Mutex<Alerts>>,
 }
 
@@ -102,6 +104,13 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         Error::File { what: "count up", path: places.state.join("node-generation"), source }
     })?;
     let store = recover(&settings, &places, &clock, &meter).await?;
+    let rounds = store::Rounds {
+        wear_file: places.store_wear(),
+        scrub_file: places.store_scrub(),
+        scrub_days: settings.store.scrub_days,
+        write_budget: settings.store.write_budget.0,
+    };
+    store.begin_rounds(rounds, &tasks);
     let ports = Ports::of(&settings.listen);
     let cluster = Cluster::start(
         cluster::Options {
@@ -173,6 +182,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         engine: view,
         judged,
         ledger: Arc::default(),
+        chains: Arc::default(),
         alerts: Arc::default(),
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);

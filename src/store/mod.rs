@@ -13,6 +13,7 @@
 //! A kill loses nothing that was reported as stored. A power cut may lose rows of the segment that was open, never
 //! one of a sealed segment, and never yields a wrong one.
 
+mod budget;
 mod disk;
 mod folder;
 mod format;
@@ -23,14 +24,19 @@ mod log;
 mod marks;
 mod mem;
 mod metrics;
+mod patrol;
 mod recover;
 mod ring;
+mod scrub;
 mod slab;
+mod survey;
+mod verify;
 mod work;
 
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -39,6 +45,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{Semaphore, broadcast, oneshot};
 
+use self::budget::Wear;
 use self::disk::{Disk, Files, OnDone};
 use self::folder::Folder;
 use self::hands::Hands;
@@ -48,7 +55,11 @@ pub use self::inspect::{Located, inspect};
 use self::marks::{MARKS, Marks};
 pub use self::mem::{Failure, Loss, Mem};
 use self::metrics::Metrics;
+pub use self::patrol::Rounds;
 use self::ring::Ring;
+use self::scrub::Scrub;
+pub use self::survey::{BandUse, GroupUse, SegmentUse, SpaceUse, Survey};
+pub use self::verify::{Checked, Damage, Error as ShutError, Shut, Verification};
 use self::work::{Event, Facts, Mark, Request, Work};
 use crate::base::block::{RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros};
@@ -133,8 +144,12 @@ pub struct Opened {
     pub damaged: u64,
     /// `ring`, `plain` or `mem`.
     pub io: String,
-    /// Sentences for the log and for people.
+    /// Sentences for the log and for people; all of them.
     pub notes: Vec<String>,
+    /// Those of the notes that are about damage.
+    pub damage: Vec<String>,
+    /// Those about files that are not the store's.
+    pub foreign: Vec<String>,
 }
 
 /// A row for a peer.
@@ -194,7 +209,29 @@ struct Shared {
     index: Mutex<Index>,
     /// Guards: figures, copied as a whole.
     facts: Mutex<Facts>,
+    /// Guards: what a day wrote and read.
+    wear: Mutex<Wear>,
+    /// Guards: when each segment was read back.
+    scrub: Mutex<Scrub>,
+    /// Guards: the last damaged rows.
+    damages: Mutex<Damages>,
     metrics: Metrics,
+}
+
+/// Damaged rows that are remembered.
+const DAMAGES: usize = 64;
+
+/// The last damaged rows, newest last.
+#[derive(Debug, Default)]
+struct Damages(VecDeque<Damage>);
+
+impl Damages {
+    fn add(&mut self, damage: Damage) {
+        if self.0.len() == DAMAGES {
+            self.0.pop_front();
+        }
+        self.0.push_back(damage);
+    }
 }
 
 /// Closes the store when the last handle goes.
@@ -204,7 +241,10 @@ struct Inner {
     /// What bounds `events`: a job holds a permit until it is answered.
     jobs: Arc<Semaphore>,
     io: &'static str,
-    notes: Vec<String>,
+    /// What the start has found that stays as it is.
+    found: Vec<Fault>,
+    /// Damage that the start has found, in sentences.
+    damage: Vec<String>,
 }
 
 impl Drop for Inner {
@@ -252,7 +292,14 @@ impl Store {
         metrics.damaged.inc_by(opened.damaged);
         metrics.capacity_bytes.set(i64::try_from(capacity).unwrap_or(i64::MAX));
         let facts = Facts { damaged: opened.damaged, ..Facts::default() };
-        let shared = Arc::new(Shared { index: Mutex::new(found.index), facts: Mutex::new(facts), metrics });
+        let shared = Arc::new(Shared {
+            index: Mutex::new(found.index),
+            facts: Mutex::new(facts),
+            wear: Mutex::default(),
+            scrub: Mutex::default(),
+            damages: Mutex::default(),
+            metrics,
+        });
         let io = disk.name();
         let work = Work::new(work::Parts {
             shared: shared.clone(),
@@ -269,7 +316,11 @@ impl Store {
         });
         hands::thread("store", move || work.run(&events))?;
         let jobs = Arc::new(Semaphore::new(JOBS));
-        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, notes })), opened))
+        let plain = notes.into_iter().map(|note| Fault::new(Code::StorePlainIo, note));
+        let foreign = opened.foreign.iter().map(|note| Fault::new(Code::StoreForeign, note.clone()));
+        let found = plain.chain(foreign).collect();
+        let damage = opened.damage.clone();
+        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, found, damage })), opened))
     }
 
     /// Makes a row area known; its rows can be put and got from now on.
@@ -412,20 +463,41 @@ impl Store {
 
     /// What is wrong with the store now.
     pub fn faults(&self) -> Vec<Fault> {
-        let (read_only, damaged) = {
+        let (read_only, damaged, capacity) = {
             let facts = self.0.shared.facts.lock();
-            (facts.read_only.clone(), facts.damaged)
+            (facts.read_only.clone(), facts.damaged, facts.capacity)
         };
         let mut faults = Vec::new();
         if let Some(reason) = read_only {
             faults.push(Fault::new(Code::StoreReadOnly, reason));
         }
         if damaged > 0 {
-            let cause = format!("{damaged} rows or segments were not what was written; they were skipped");
+            let which = self.damaged_where();
+            let cause =
+                format!("{damaged} rows or segments were not what was written; they were skipped{which}");
             faults.push(Fault::new(Code::StoreDamaged, cause));
         }
-        faults.extend(self.0.notes.iter().map(|note| Fault::new(Code::StorePlainIo, note.clone())));
+        faults.extend(self.0.found.iter().cloned());
+        faults.extend(self.wear_faults(capacity));
         faults
+    }
+
+    /// The last rows that turned out damaged while the store ran, newest last.
+    pub fn damages(&self) -> Vec<Damage> {
+        self.0.shared.damages.lock().0.iter().cloned().collect()
+    }
+
+    /// The newest damage in words: a person looks at a file first.
+    fn damaged_where(&self) -> String {
+        let mut words: Vec<String> = self
+            .damages()
+            .iter()
+            .rev()
+            .take(DAMAGES_TOLD)
+            .map(|damage| format!("{} at byte {}: {}", damage.file, damage.offset, damage.why))
+            .collect();
+        words.extend(self.0.damage.iter().take(DAMAGES_TOLD - words.len()).cloned());
+        if words.is_empty() { String::new() } else { format!(" ({})", words.join(", ")) }
     }
 
     /// Ends what is in flight, makes it durable, and gives the folder free. Further calls fail.
@@ -489,6 +561,8 @@ fn without_marks(why: &str, opened: &mut Opened) -> Marks {
     opened.notes.push(format!("{MARKS}: {why}; no row is pinned or dropped"));
     Marks::default()
 }
+/// Damages that a fault names.
+const DAMAGES_TOLD: usize = 3;
 
 /// Bytes of a new segment: as asked for, but at least four fit.
 fn segment_bytes(options: &Options) -> Result<u64, Error> {

@@ -74,6 +74,13 @@ impl Recovery<'_> {
 
     fn damaged(&mut self, note: String) {
         self.opened.damaged += 1;
+        self.tell_damage(note);
+    }
+
+    fn tell_damage(&mut self, note: String) {
+        if self.opened.damage.len() < NOTES {
+            self.opened.damage.push(note.clone());
+        }
         self.note(note);
     }
 
@@ -98,7 +105,11 @@ impl Recovery<'_> {
                 // Its room is set aside already.
             } else {
                 self.other += found.taken;
-                self.note(format!("{}: not a file of the store; it counts against the capacity", found.name));
+                let note = format!("{}: not a file of the store; it counts against the capacity", found.name);
+                if self.opened.foreign.len() < NOTES {
+                    self.opened.foreign.push(note.clone());
+                }
+                self.note(note);
             }
         }
         Ok(named)
@@ -295,7 +306,7 @@ impl Recovery<'_> {
         }
         if broken > 0 {
             self.opened.damaged += broken;
-            self.note(format!("{}: {broken} damaged rows skipped", found.name));
+            self.tell_damage(format!("{}: {broken} damaged rows skipped", found.name));
         }
         if unfinished > 0 {
             self.note(format!(

@@ -11,15 +11,18 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
-use super::format::{Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, segment_name};
+use super::format::{
+    Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, record_bytes, segment_name,
+};
 use super::hands::Hands;
 use super::index::{Index, Place};
 use super::log::{Log, Room, Step};
 use super::marks::{self, Full, MARKS, Marks, Point};
+use super::verify::{Checked, Damage};
 use super::{Error, Shared};
 use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
 use crate::base::checksum::crc64;
-use crate::base::clock::{Clock, Micros};
+use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::{AreaId, Rows};
@@ -48,6 +51,12 @@ pub enum Request {
         space: Space,
         key: RowKey,
         reply: oneshot::Sender<Option<super::Record>>,
+    },
+    /// Reads a row back for nobody, when nothing else waits.
+    Check {
+        space: Space,
+        key: RowKey,
+        reply: oneshot::Sender<Checked>,
     },
 }
 
@@ -135,6 +144,7 @@ pub struct Write {
 enum Reader {
     Row { slot: Slot, rows: Arc<Rows>, row: u32, deadline: Option<Micros> },
     Peer { reply: oneshot::Sender<Option<super::Record>>, _permit: OwnedSemaphorePermit },
+    Check { reply: oneshot::Sender<Checked>, _permit: OwnedSemaphorePermit },
 }
 
 /// A row on its way from the drive.
@@ -190,6 +200,8 @@ pub struct Work {
     jobs: HashMap<u64, Job>,
     /// Rows to be read; rows to be summed; rows to be written.
     reads: VecDeque<Read>,
+    /// Rows to be read back when nothing else is to be done.
+    checks: VecDeque<Read>,
     writes: VecDeque<Write>,
     ready: VecDeque<(Write, u64)>,
     /// With the hands: rows being summed, rows being verified, files being made or removed.
@@ -213,6 +225,7 @@ impl Work {
             areas: HashMap::new(),
             jobs: HashMap::new(),
             reads: VecDeque::new(),
+            checks: VecDeque::new(),
             writes: VecDeque::new(),
             ready: VecDeque::new(),
             with_hands: 0,
@@ -421,10 +434,14 @@ impl Work {
     fn drop_queued(&mut self, only: Option<AreaId>) {
         let reason = if only.is_some() { "detached" } else { "closed" };
         let concerns = |rows: &Rows| only.is_none_or(|id| id == rows.id);
+        if only.is_none() {
+            // Whoever waits sees that the answer's sender is gone.
+            self.checks.clear();
+        }
         for read in std::mem::take(&mut self.reads) {
             let concerned = match &read.reader {
                 Reader::Row { rows, .. } => concerns(rows),
-                Reader::Peer { .. } => only.is_none(),
+                Reader::Peer { .. } | Reader::Check { .. } => only.is_none(),
             };
             if concerned {
                 self.read_failed(read, reason);
@@ -471,6 +488,12 @@ impl Work {
                     self.read_failed(read, "closed");
                 } else {
                     self.reads.push_back(read);
+                }
+            }
+            Request::Check { space, key, reply } => {
+                let reader = Reader::Check { reply, _permit: permit };
+                if self.closing.is_none() {
+                    self.checks.push_back(Read { reader, space, key, position: None, asked: None });
                 }
             }
         }
@@ -530,6 +553,9 @@ impl Work {
         if self.parts.log.stopped().is_some() {
             return self.fail(slot, "read_only");
         }
+        if self.parts.shared.wear.lock().spent_until(unix_seconds()).is_some() {
+            return self.fail(slot, "write_budget");
+        }
         self.pending.insert((space, key), Vec::new());
         let since = self.parts.clock.now();
         let write =
@@ -569,7 +595,12 @@ impl Work {
             self.start_read(read);
             return true;
         }
-        self.start_next_write()
+        if self.start_next_write() {
+            return true;
+        }
+        let Some(check) = self.checks.pop_front() else { return false };
+        self.start_read(check);
+        true
     }
 
     fn start_next_write(&mut self) -> bool {
@@ -652,7 +683,7 @@ impl Work {
             Reader::Row { rows, row, .. } => {
                 Body::Row { rows: rows.clone(), row: *row, len: rows.row_bytes() }
             }
-            Reader::Peer { .. } => Body::Own(Buffer::zeroed(
+            Reader::Peer { .. } | Reader::Check { .. } => Body::Own(Buffer::zeroed(
                 usize::try_from(padded(place.length.into())).expect("a row is at most 1 GiB"),
             )),
         };
@@ -707,6 +738,7 @@ impl Work {
         self.parts.log.written(sequence, entry);
         self.parts.shared.index.lock().add(write.space, write.key, Place::of(sequence, &entry));
         self.parts.shared.metrics.written_bytes.inc_by(entry.length.into());
+        self.parts.shared.wear.lock().wrote(record_bytes(entry.length), unix_seconds());
         self.resolve(write.slot, Outcome::Stored);
         for other in self.pending.remove(&(write.space, write.key)).unwrap_or_default() {
             self.resolve(other, Outcome::Held);
@@ -728,7 +760,7 @@ impl Work {
         self.parts.log.read(place.sequence);
         if let Err(error) = result {
             tracing::warn!(%error, "failed to read a row; it is dropped");
-            return self.damaged(read, "io");
+            return self.damaged(read, "io", &error.to_string());
         }
         let Op { head, mut body, .. } = op;
         let (store, space) = (self.parts.store, read.space);
@@ -747,10 +779,13 @@ impl Work {
             Ok(record) => record,
             Err(bad) => {
                 tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
-                return self.damaged(read, "damaged");
+                return self.damaged(read, "damaged", &bad.to_string());
             }
         };
-        self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
+        if !matches!(read.reader, Reader::Check { .. }) {
+            self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
+            self.parts.shared.wear.lock().read(record.length.into(), unix_seconds());
+        }
         match (read.reader, body) {
             (Reader::Row { slot, .. }, body) => {
                 drop(body);
@@ -765,16 +800,25 @@ impl Work {
                 let _ = reply.send(Some(super::Record { position, checksum, payload }));
             }
             (Reader::Peer { .. }, _) => unreachable!("a peer's row is read into own memory"),
+            (Reader::Check { reply, .. }, _) => {
+                let _ = reply.send(Checked::Whole { bytes: record.length.into() });
+            }
         }
     }
 
     /// A row that was held is not to be had: counted, and not offered again.
-    fn damaged(&mut self, read: Read, reason: &'static str) {
+    fn damaged(&mut self, read: Read, reason: &'static str, why: &str) {
         let (key, place) = read.asked.expect("set when the read began");
+        let damage = Damage::of(&read.space, &key, &place, why);
         // Two reads of one row find the same damage.
         if self.parts.shared.index.lock().remove(&read.space, &key, &place) {
             self.parts.shared.metrics.damaged.inc();
             self.parts.shared.facts.lock().damaged += 1;
+            self.parts.shared.damages.lock().add(damage.clone());
+        }
+        if let Reader::Check { reply, .. } = read.reader {
+            let _ = reply.send(Checked::Damaged(damage));
+            return;
         }
         self.read_failed(read, reason);
     }
@@ -785,6 +829,9 @@ impl Work {
             Reader::Peer { reply, .. } => {
                 self.count_failure(reason);
                 let _ = reply.send(None);
+            }
+            Reader::Check { reply, .. } => {
+                let _ = reply.send(Checked::Gone);
             }
         }
     }
