@@ -3,10 +3,12 @@
 //! Words and flags are a promise to people and scripts; `tests/cli.rs` holds them. A verb's work is in the file that
 //! [`main`] sends it to. Data goes to stdout, talk to stderr, the outcome is an exit code of [`Exit`].
 
+mod ask;
 mod config;
 mod out;
 mod run;
 mod status;
+mod store;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -35,6 +37,9 @@ enum Verb {
     Up(Start),
     /// Show how the running node and its peer are, on one screen.
     Status(Status),
+    /// Look at the rows on the drive, verify, pin or drop them.
+    #[command(subcommand)]
+    Store(store::Verb),
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
@@ -218,6 +223,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Guard(Words { words }) => run::guard(&words),
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
         Verb::Status(status) => status::show(&status),
+        Verb::Store(verb) => store::run(verb),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),
     };

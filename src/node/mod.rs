@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::api::{self, admin, local, open};
+use crate::api::{self, admin, desk, local, open};
 use crate::base::clock::{Clock, unix_seconds};
 use crate::base::geometry::Hello;
 use crate::cluster::{self, Cluster};
@@ -186,7 +186,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         alerts: Arc::default(),
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
-    serve(&parts, judge, open, listener, meter)?;
+    let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
+    serve(&parts, judge, open, listener, meter, desk)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
 }
@@ -249,6 +250,7 @@ fn serve(
     open: open::Open,
     listener: TcpListener,
     meter: Meter,
+    desk: desk::Desk,
 ) -> Result<(), Error> {
     let tasks = &parts.tasks;
     tasks.spawn(Kind::Owner, "gate", gate::run(parts.clone(), judge));
@@ -268,7 +270,7 @@ fn serve(
     if let Some(relays) = parts.cluster.relays() {
         tasks.spawn(Kind::Owner, "relays", api::serve_relays(relays, open.clone(), tasks.clone()));
     }
-    let app = api::assemble(&open, faces);
+    let app = api::assemble(&open, faces.merge(desk.routes()));
     tasks.spawn(Kind::Owner, "public port", api::serve(listener, app, tasks.clone()));
     Ok(())
 }

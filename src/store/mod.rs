@@ -364,6 +364,16 @@ impl Store {
         self.0.shared.index.lock().get(&space, key).is_some()
     }
 
+    /// Payload bytes of a row, if it is held.
+    pub fn bytes_of(&self, space: Space, key: &RowKey) -> Option<u64> {
+        self.0.shared.index.lock().get(&space, key).map(|place| place.length.into())
+    }
+
+    /// Spaces of which rows are held.
+    pub fn spaces(&self) -> Vec<Space> {
+        self.0.shared.index.lock().spaces().into_iter().map(|(space, ..)| space).collect()
+    }
+
     /// Everything that is held in `space`, and every change from exactly there on. A receiver that lags
     /// (`RecvError::Lagged`) subscribes again.
     pub fn subscribe(&self, space: Space) -> (Vec<(RowKey, u32)>, broadcast::Receiver<Change>) {

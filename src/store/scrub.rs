@@ -162,6 +162,7 @@ mod tests {
         let mut scrub = monthly();
         scrub.choose(&held(1..4), T);
         scrub.ended(Sequence(1), T + DAY_S);
+        scrub.choose(&held(1..5), T + DAY_S + 3600);
         let turns = run(&mut scrub, &held(1..5), T + 2 * DAY_S, 30);
         assert_eq!(turns.iter().map(|(s, _)| *s).collect::<Vec<_>>(), [2, 3, 1, 4]);
     }
