@@ -157,7 +157,7 @@ impl Store {
         so_far
     }
 
-    fn held_segments(&self) -> Vec<Sequence> {
+    pub(super) fn held_segments(&self) -> Vec<Sequence> {
         self.0.shared.index.lock().segments().collect()
     }
 
@@ -188,7 +188,7 @@ impl Store {
         }
     }
 
-    fn next_turn(&self, held: &[Sequence], now_unix: u64) -> Option<Sequence> {
+    pub(super) fn next_turn(&self, held: &[Sequence], now_unix: u64) -> Option<Sequence> {
         let mut scrub = self.0.shared.scrub.lock();
         let turn = scrub.choose(held, now_unix)?;
         scrub.begun(now_unix);
@@ -196,7 +196,7 @@ impl Store {
     }
 
     /// Reads a segment's rows back one by one, and steps aside for loads.
-    async fn read_back(&self, sequence: Sequence, paced: bool) {
+    pub(super) async fn read_back(&self, sequence: Sequence, paced: bool) {
         let total = self.0.shared.facts.lock().used;
         let mut damaged = 0;
         for (space, key, place) in self.rows_of(sequence) {

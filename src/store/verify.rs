@@ -19,6 +19,7 @@ use super::format::{
     segment_name,
 };
 use super::index::Place;
+use super::marks::{self, MARKS, Marks};
 use super::survey::{Survey, Surveyor};
 use crate::base::block::{RowKey, Space};
 use crate::base::checksum::crc64;
@@ -153,6 +154,7 @@ impl Shut {
     pub fn survey(&self) -> Survey {
         let mut rows: HashMap<(Space, RowKey), Place> = HashMap::new();
         let mut surveyor = Surveyor::default();
+        let marks = self.marks();
         for (&sequence, &len) in &self.segments {
             surveyor.see_segment(sequence);
             let Ok(listing) = self.list(sequence, len, &mut |_| {}) else { continue };
@@ -160,8 +162,17 @@ impl Shut {
                 rows.insert((entry.space, entry.key), Place::of(sequence, entry));
             }
         }
-        rows.iter().for_each(|((space, key), place)| surveyor.see(space, key, place));
+        let held = rows.iter().filter(|((space, key), place)| !marks.is_dropped(space, key, place));
+        held.for_each(|((space, key), place)| surveyor.see(space, key, place));
         surveyor.finish(&BTreeMap::new(), |_| false)
+    }
+
+    /// What people said about rows. A file that cannot be read says nothing, as at a start.
+    fn marks(&self) -> Marks {
+        let mut bytes = Buffer::zeroed(usize::try_from(marks::FILE_MAX).expect("a few MiB"));
+        let read = self.files.open(MARKS).and_then(|handle| self.files.read(&handle, 0, &mut bytes));
+        bytes.truncate(read.unwrap_or(0));
+        Marks::decode(&bytes).unwrap_or_default()
     }
 
     /// Reads every row back. `tell` hears after each row how far it is, and ends it with `false`.

@@ -4,6 +4,7 @@ mod bench;
 mod cuts;
 mod damage;
 mod disks;
+mod patrol;
 mod rows;
 
 use std::collections::HashMap;
