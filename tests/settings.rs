@@ -256,6 +256,8 @@ fn impossible_values_are_refused_with_their_origin() {
         ("store.segment", "512KiB", "must be from 1MiB to 4GiB"),
         ("store.segment", "1048577", "must be a multiple of 4KiB"),
         ("store.queue_depth", "0", "must be from 1 to 4096"),
+        ("store.scrub_days", "3651", "must be from 0 to 3650"),
+        ("store.write_budget", "255MiB", "must be 0 (no limit) or at least one segment, which is 256MiB"),
         ("node.name", "", "must be 1 to 40 letters, digits and dashes"),
         ("node.name", "a_b", "must be 1 to 40 letters, digits and dashes"),
         ("node.name", "a1234567890123456789012345678901234567890", "must be 1 to 40"),
@@ -284,6 +286,9 @@ fn what_is_just_possible_is_taken() {
         ("listen.address", "::1"),
         ("store.capacity", "1GiB"),
         ("store.segment", "1MiB"),
+        ("store.scrub_days", "0"),
+        ("store.write_budget", "0"),
+        ("store.write_budget", "256MiB"),
         ("node.name", "spark-1"),
     ] {
         Case::new().set(key, text).load().unwrap_or_else(|e| panic!("{key}={text}: {e}"));

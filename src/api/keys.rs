@@ -65,6 +65,11 @@ impl Keys {
         Self(None)
     }
 
+    /// One key, which is needed.
+    pub fn only(name: &str, key: &str) -> Self {
+        Self(Some(vec![Key { name: name.to_owned(), hash: Sha256::digest(key).into() }]))
+    }
+
     /// Reads a file of keys. Empty lines and those that begin with `#` are skipped.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let text = std::fs::read_to_string(path).map_err(|error| Error::Read(path.to_owned(), error))?;

@@ -13,6 +13,7 @@
 mod held;
 mod job;
 mod lease;
+mod promise;
 mod session;
 
 use std::collections::BTreeMap;
@@ -30,9 +31,11 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 
+use self::promise::{Promises, Reason};
 use self::session::Turned;
 use crate::base::block::{Namespace, RowKey};
 use crate::base::clock::{Clock, unix_seconds};
+use crate::base::fault::Fault;
 use crate::base::frame::{Outcome, Sources};
 use crate::base::geometry::Hello;
 use crate::cluster::Cluster;
@@ -125,6 +128,8 @@ pub struct Status {
     pub open_jobs: i64,
     pub loads: Loads,
     pub stores: Stores,
+    /// Rows that a lookup had promised and a load did not bring, by reason.
+    pub broken: BTreeMap<String, u64>,
     /// The last connection that was refused, or closed for breaking a rule.
     pub last_refusal: Option<Refusal>,
 }
@@ -181,6 +186,7 @@ struct Meters {
     prompt_tokens: IntCounterVec,
     load_rows: IntCounterVec,
     store_rows: IntCounterVec,
+    broken: IntCounterVec,
     load_seconds: Histogram,
     store_seconds: Histogram,
     open_jobs: IntGauge,
@@ -199,6 +205,11 @@ impl Meters {
             ),
             load_rows: meter.counters("door_load_rows_total", "Rows asked for, by outcome.", &["outcome"]),
             store_rows: meter.counters("door_store_rows_total", "Rows offered, by outcome.", &["outcome"]),
+            broken: meter.counters(
+                "door_broken_promises_total",
+                "Rows that a lookup said are present and a load did not bring, by reason.",
+                &["reason"],
+            ),
             load_seconds: meter.histogram("door_load_seconds", "Seconds from LOAD to DONE.", &SECONDS),
             store_seconds: meter.histogram("door_store_seconds", "Seconds from STORE to DONE.", &SECONDS),
             open_jobs: meter.gauge("door_open_jobs", "Jobs whose rows are lent to this node."),
@@ -216,6 +227,9 @@ impl Meters {
         }
         for outcome in ["stored", "held", "failed"] {
             this.store_rows.with_label_values(&[outcome]);
+        }
+        for reason in Reason::ALL {
+            this.broken.with_label_values(&[reason.word()]);
         }
         this
     }
@@ -265,6 +279,8 @@ struct Shared {
     /// One permit: whoever has it may have jobs that touch rows.
     rows_in_use: Arc<Semaphore>,
     last_refusal: Mutex<Option<Refusal>>,
+    /// Guards what the last hour's lookups promised.
+    promises: Mutex<Promises>,
     areas: AtomicU64,
     serials: AtomicU64,
     /// Ends when rows were lost sight of: only the end of the process makes them safe.
@@ -385,6 +401,17 @@ impl Shared {
         self.areas.fetch_add(1, Ordering::Relaxed)
     }
 
+    /// What became of the rows of one load.
+    fn promised(&self, kept: u64, broken: &[Reason]) {
+        let now = self.clock.now();
+        let mut promises = self.promises.lock();
+        promises.kept(kept, now);
+        for reason in broken {
+            promises.broken(*reason, now);
+            self.meters.broken.with_label_values(&[reason.word()]).inc();
+        }
+    }
+
     fn refused(&self, reason: String) {
         self.meters.refusals.inc();
         *self.last_refusal.lock() = Some(Refusal { reason, unix: unix_seconds() });
@@ -444,6 +471,7 @@ impl Door {
             seated: Mutex::new(None),
             rows_in_use: Arc::new(Semaphore::new(1)),
             last_refusal: Mutex::new(None),
+            promises: Mutex::default(),
             areas: AtomicU64::new(1),
             serials: AtomicU64::new(1),
             lost: CancellationToken::new(),
@@ -481,6 +509,11 @@ impl Door {
         });
     }
 
+    /// What is wrong at the door now.
+    pub fn faults(&self) -> Vec<Fault> {
+        self.0.promises.lock().fault(self.0.clock.now()).into_iter().collect()
+    }
+
     pub fn status(&self) -> Status {
         let shared = &self.0;
         let pushed = shared.pushed.borrow().clone();
@@ -488,6 +521,10 @@ impl Door {
         let engine = shared.seated.lock().as_ref().and_then(|s| s.facts.clone());
         let loads = |outcome| m.load_rows.with_label_values(&[outcome]).get();
         let stores = |outcome| m.store_rows.with_label_values(&[outcome]).get();
+        let broken = |reason: Reason| {
+            let word = reason.word();
+            (word.to_owned(), m.broken.with_label_values(&[word]).get())
+        };
         Status {
             socket: shared.socket.clone(),
             engine: engine.map(|(facts, slots)| self.engine_status(facts, slots, overflowed)),
@@ -497,6 +534,7 @@ impl Door {
             open_jobs: m.open_jobs.get(),
             loads: Loads { drive: loads("drive"), peer: loads("peer"), failed: loads("failed") },
             stores: Stores { stored: stores("stored"), held: stores("held"), failed: stores("failed") },
+            broken: Reason::ALL.into_iter().map(broken).collect(),
             last_refusal: shared.last_refusal.lock().clone(),
         }
     }

@@ -1,10 +1,12 @@
 //! The faces of a node: what speaks to it from outside.
 //!
-//! `open` is what clients talk to, `admin` what operators look at; both share the public port. `local` is the engine's
+//! `open` is what clients talk to, `admin` what operators look at, `desk` what they do with the store; they share the
+//! public port. `local` is the engine's
 //! door, a Unix socket.
 
 pub mod admin;
 mod body;
+pub mod desk;
 mod errors;
 mod keys;
 pub mod local;

@@ -17,13 +17,17 @@ pub enum Code {
     StoreReadOnly,
     StoreDamaged,
     StorePlainIo,
+    StoreForeign,
+    StoreBudget,
+    StoreUnread,
+    LoadsFail,
     PeerGone,
     PeerDiffers,
     JoinRefused,
 }
 
 impl Code {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 15] = [
         Self::EngineDown,
         Self::EngineCrashLoop,
         Self::EngineStuck,
@@ -32,6 +36,10 @@ impl Code {
         Self::StoreReadOnly,
         Self::StoreDamaged,
         Self::StorePlainIo,
+        Self::StoreForeign,
+        Self::StoreBudget,
+        Self::StoreUnread,
+        Self::LoadsFail,
         Self::PeerGone,
         Self::PeerDiffers,
         Self::JoinRefused,
@@ -57,6 +65,18 @@ impl Code {
             }
             Self::StorePlainIo => {
                 "raise the memlock limit (ulimit -l unlimited) or use a kernel with io_uring for full speed"
+            }
+            Self::StoreForeign => {
+                "move files that are not the store's out of its folder: they take room from the cache"
+            }
+            Self::StoreBudget => {
+                "nothing: loads go on and stores come back by themselves; raise store.write_budget when it happens daily"
+            }
+            Self::StoreUnread => {
+                "look at `spark-kv store du` for who writes; prompts whose beginnings change each time (dates, ids) are never read again: let them stand at the end, raise store.capacity, or set store.write_budget"
+            }
+            Self::LoadsFail => {
+                "`spark-kv status` counts the reasons: deadline = the drive or link is too slow or too busy; damaged = run `spark-kv store verify` and look at the drive; reclaimed = store.capacity is too small for the load; peer_gone = look at the other box and the cable"
             }
             Self::PeerGone => "look at the other box and the cable; this box serves alone until it is back",
             Self::PeerDiffers => {

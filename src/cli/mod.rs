@@ -3,12 +3,14 @@
 //! Words and flags are a promise to people and scripts; `tests/cli.rs` holds them. A verb's work is in the file that
 //! [`main`] sends it to. Data goes to stdout, talk to stderr, the outcome is an exit code of [`Exit`].
 
+mod ask;
 mod bench;
 mod config;
 mod out;
 mod run;
 mod sim;
 mod status;
+mod store;
 mod trace;
 
 use std::ffi::OsString;
@@ -40,6 +42,9 @@ enum Verb {
     Up(Start),
     /// Show how the running node and its peer are, on one screen.
     Status(Status),
+    /// Look at the rows on the drive, verify, pin or drop them.
+    #[command(subcommand)]
+    Store(store::Verb),
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
@@ -286,6 +291,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Status(status) => status::show(&status),
         Verb::Trace(Trace::Info(order)) => trace::info(&order),
         Verb::Sim(order) => sim::play(order),
+        Verb::Store(verb) => store::run(verb),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),
     };

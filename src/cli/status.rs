@@ -1,38 +1,30 @@
 //! `status`: asks the running node over its public port and shows the answer on one screen.
 
-use std::io::{Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
-use std::path::Path;
-use std::time::Duration;
+use std::collections::BTreeMap;
 
 use super::Status;
-use super::out::{Exit, Out, Tint, Told};
+use super::ask::{Running, not_found};
+use super::out::{Exit, Out, Tint};
 use crate::base::frame::Sources;
 use crate::base::units::Bytes;
 use crate::observe::health::Verdict;
 use crate::observe::requests::{Request, Totals};
-use crate::observe::state::{NodeFile, NodeView, PeerView, State, Tier};
+use crate::observe::state::{NodeView, PeerView, State, Tier};
 use crate::settings::load;
-
-/// A node on this machine answers within milliseconds; a person waits no longer than this.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// The state of two boxes is some 50 KiB.
-const ANSWER_MAX: u64 = 8 << 20;
 
 /// Requests on the screen.
 const SHOWN: usize = 10;
 
 pub(super) fn show(status: &Status) -> anyhow::Result<Exit> {
-    let (url, key) = match &status.url {
-        // A node of another machine's user: a key of ours would mean nothing to it.
-        Some(url) => (url.clone(), String::new()),
+    let running = match &status.url {
+        Some(url) => Running::at(url),
         None => {
             let loaded = load(&status.layers.inputs().with_environment())?;
-            find(&loaded.places.node_file())?
+            Running::find(&loaded.places.node_file())?
         }
     };
-    let body = get(&url, "/api/v1/state", &key)?;
+    let body = running.get("/api/v1/state")?;
+    let url = &running.url;
     let state: State = serde_json::from_slice(&body).map_err(|error| {
         not_found(format!("what answers at {url} is no spark-kv of this version: {error}"))
     })?;
@@ -47,71 +39,6 @@ pub(super) fn show(status: &Status) -> anyhow::Result<Exit> {
     }
     out.done()?;
     Ok(if state.node.health.serves() { Exit::Done } else { Exit::NotFound })
-}
-
-fn not_found(what: String) -> anyhow::Error {
-    Told { exit: Exit::NotFound, what }.into()
-}
-
-/// URL and key.
-fn find(node_file: &Path) -> anyhow::Result<(String, String)> {
-    let missing = |why: &dyn std::fmt::Display| {
-        not_found(format!(
-            "no running node: {} {why}; start one with `spark-kv up`, or name it with --root or --url",
-            node_file.display()
-        ))
-    };
-    let text = std::fs::read(node_file).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => missing(&"does not exist"),
-        _ => missing(&format!("cannot be read: {error}")),
-    })?;
-    let file: NodeFile =
-        serde_json::from_slice(&text).map_err(|error| missing(&format!("is damaged: {error}")))?;
-    Ok((file.url, file.key))
-}
-
-/// One request, one answer, connection closed: all that a status needs, without a runtime.
-fn get(url: &str, path: &str, key: &str) -> anyhow::Result<Vec<u8>> {
-    let Some(host) = url.strip_prefix("http://").map(|rest| rest.split('/').next().unwrap_or_default())
-    else {
-        return Err(Told { exit: Exit::Usage, what: format!("`{url}` must begin with `http://`") }.into());
-    };
-    let silent = |error: std::io::Error| not_found(format!("no running node answers at {url}: {error}"));
-    let mut stream = connect(host).map_err(silent)?;
-    stream.set_read_timeout(Some(PATIENCE)).map_err(silent)?;
-    stream.set_write_timeout(Some(PATIENCE)).map_err(silent)?;
-    let key = if key.is_empty() { String::new() } else { format!("Authorization: Bearer {key}\r\n") };
-    let ask = format!(
-        "GET {path} HTTP/1.0\r\nHost: {host}\r\n{key}Accept: application/json\r\nConnection: close\r\n\r\n"
-    );
-    stream.write_all(ask.as_bytes()).map_err(silent)?;
-    let mut answer = Vec::new();
-    stream.take(ANSWER_MAX).read_to_end(&mut answer).map_err(silent)?;
-    let odd = |what: &str| not_found(format!("{url} answers, but {what}"));
-    let border =
-        answer.windows(4).position(|w| w == b"\r\n\r\n").ok_or_else(|| odd("not as a web server does"))?;
-    let head = String::from_utf8_lossy(&answer[..border]);
-    match head.split_whitespace().nth(1) {
-        Some("200") => Ok(answer.split_off(border + 4)),
-        Some("401" | "403") => Err(odd("wants a key for its state")),
-        code => Err(odd(&format!("with {} to {path}", code.unwrap_or("nonsense")))),
-    }
-}
-
-fn connect(host: &str) -> std::io::Result<TcpStream> {
-    let with_port = if host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) {
-        host.to_owned()
-    } else {
-        format!("{host}:80")
-    };
-    let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
-    for address in with_port.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, PATIENCE) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
 }
 
 fn screen(state: &State, out: &mut Out) -> std::io::Result<()> {
@@ -181,10 +108,21 @@ fn node(view: &NodeView, peer: Option<&PeerView>, now: u64, out: &mut Out) -> st
         let line = if check.ok { line } else { out.tint(Tint::Warn, &line) };
         out.line(&format!("  {:8} {line}", clean(name)))?;
     }
+    if let Some(line) = broken_words(&view.cache.broken_promises) {
+        out.line(&format!("  {:8} {}", "loads", out.tint(Tint::Warn, &line)))?;
+    }
     for tier in &view.tiers {
         out.line(&format!("  {:8} {}", clean(&tier.name), tier_words(tier)))?;
     }
     Ok(())
+}
+
+/// Loads that failed although a lookup had said that the rows are there.
+fn broken_words(broken: &BTreeMap<String, u64>) -> Option<String> {
+    let reasons: Vec<_> = broken.iter().filter(|(_, rows)| **rows > 0).collect();
+    let all: u64 = reasons.iter().map(|(_, rows)| **rows).sum();
+    let each: Vec<_> = reasons.iter().map(|(reason, rows)| format!("{} {rows}", clean(reason))).collect();
+    (all > 0).then(|| format!("! {all} rows were promised and did not come: {}", each.join(", ")))
 }
 
 fn peer_words(peer: &PeerView, now: u64, out: &Out) -> String {
@@ -222,7 +160,7 @@ fn bar(used: u64, of: u64) -> String {
 }
 
 /// Three digits are enough to look at.
-fn about(bytes: u64) -> String {
+pub(super) fn about(bytes: u64) -> String {
     let (unit, word) = match bytes {
         0..Bytes::KIB => return format!("{bytes} B"),
         Bytes::KIB..Bytes::MIB => (Bytes::KIB, "KiB"),
@@ -240,7 +178,7 @@ fn about(bytes: u64) -> String {
     format!("{n:.places$} {word}")
 }
 
-fn ago(now: u64, then: u64) -> String {
+pub(super) fn ago(now: u64, then: u64) -> String {
     if then == 0 {
         return "since an unknown time".into();
     }
@@ -304,7 +242,7 @@ fn line_of(r: &Request, now: u64) -> String {
 }
 
 /// Text that came from elsewhere must not steer a terminal.
-fn clean(text: &str) -> String {
+pub(super) fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 

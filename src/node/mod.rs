@@ -21,13 +21,14 @@ use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::api::{self, admin, local, open};
+use crate::api::{self, admin, desk, local, open};
 use crate::base::clock::{Clock, unix_seconds};
 use crate::base::geometry::Hello;
 use crate::cluster::{self, Cluster};
 use crate::engine;
 use crate::meter::Meter;
 use crate::observe::alerts::Alerts;
+use crate::observe::chains::Chains;
 use crate::observe::requests::Ledger;
 use crate::observe::state::NodeFile;
 use crate::router::{self, Router, Wire};
@@ -81,6 +82,7 @@ struct Parts {
     engine: tokio::sync::watch::Receiver<engine::View>,
     judged: tokio::sync::watch::Receiver<gate::Judged>,
     ledger: Arc<Mutex<Ledger>>,
+    chains: Arc<Mutex<Chains>>,
     alerts: Arc<Mutex<Alerts>>,
 }
 
@@ -102,6 +104,13 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         Error::File { what: "count up", path: places.state.join("node-generation"), source }
     })?;
     let store = recover(&settings, &places, &clock, &meter).await?;
+    let rounds = store::Rounds {
+        wear_file: places.store_wear(),
+        scrub_file: places.store_scrub(),
+        scrub_days: settings.store.scrub_days,
+        write_budget: settings.store.write_budget.0,
+    };
+    store.begin_rounds(rounds, &tasks);
     let ports = Ports::of(&settings.listen);
     let cluster = Cluster::start(
         cluster::Options {
@@ -173,10 +182,12 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         engine: view,
         judged,
         ledger: Arc::default(),
+        chains: Arc::default(),
         alerts: Arc::default(),
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
-    serve(&parts, judge, open, listener, meter)?;
+    let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
+    serve(&parts, judge, open, listener, meter, desk)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
 }
@@ -239,6 +250,7 @@ fn serve(
     open: open::Open,
     listener: TcpListener,
     meter: Meter,
+    desk: desk::Desk,
 ) -> Result<(), Error> {
     let tasks = &parts.tasks;
     tasks.spawn(Kind::Owner, "gate", gate::run(parts.clone(), judge));
@@ -258,7 +270,7 @@ fn serve(
     if let Some(relays) = parts.cluster.relays() {
         tasks.spawn(Kind::Owner, "relays", api::serve_relays(relays, open.clone(), tasks.clone()));
     }
-    let app = api::assemble(&open, faces);
+    let app = api::assemble(&open, faces.merge(desk.routes()));
     tasks.spawn(Kind::Owner, "public port", api::serve(listener, app, tasks.clone()));
     Ok(())
 }

@@ -10,6 +10,7 @@ use tokio::sync::{broadcast::error::RecvError, watch};
 use super::Parts;
 use super::pace::Pace;
 use crate::api::admin::Picture;
+use crate::base::block::Space;
 use crate::base::clock::unix_seconds;
 use crate::base::fault::{Code, Fault};
 use crate::cluster::{Member, MemberState};
@@ -84,7 +85,13 @@ pub async fn keep_ledger(parts: Parts) {
             report = reports.recv() => match report {
                 // What the node asked for itself (the canary) is nobody's traffic.
                 Ok(report) if engine::is_own_request(&report.request) => {}
-                Ok(report) => parts.ledger.lock().attach(&report.request, report.sources),
+                Ok(report) => {
+                    parts.ledger.lock().attach(&report.request, report.sources);
+                    if let Some(engine) = parts.door.engine() {
+                        let space = Space { namespace: engine.namespace, rank: engine.hello.rank() };
+                        parts.chains.lock().add(&report.request, space, report.chain);
+                    }
+                }
                 Err(RecvError::Lagged(missed)) => tracing::warn!(missed, "the ledger fell behind: sources are missing in it"),
                 Err(RecvError::Closed) => return,
             },
@@ -221,6 +228,7 @@ fn faults(parts: &Parts, beat: &Beat) -> Vec<Fault> {
     faults.extend(parts.engine.borrow().fault());
     faults.extend(parts.judged.borrow().fault());
     faults.extend(parts.store.faults());
+    faults.extend(parts.door.faults());
     faults.extend(parts.cluster.faults());
     if beat.silent > SILENCE {
         let (running, seconds) = (beat.pulse.running, beat.silent.as_secs());
@@ -266,6 +274,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
             drive_io: store.io.clone(),
             drive_read_only: store.read_only.clone(),
             damaged: store.damaged,
+            broken_promises: door.broken.clone(),
         },
         tiers: tiers(parts, &store, door.engine.as_ref()),
         totals,

@@ -4,6 +4,7 @@
 //! All files here are pure: they are given facts and a time. Who gathers the facts is the node.
 
 pub mod alerts;
+pub mod chains;
 pub mod health;
 pub mod requests;
 pub mod state;

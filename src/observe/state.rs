@@ -3,6 +3,8 @@
 //! A node describes itself in a [`NodeView`] and sends the same to its peer, so that either box shows both. Every field
 //! has a default: a peer of another version, or one that says nothing yet, is shown with what it said.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::alerts::Alert;
@@ -43,6 +45,8 @@ pub struct CacheState {
     pub drive_read_only: Option<String>,
     /// Rows that failed their check and were not used.
     pub damaged: u64,
+    /// Rows that a lookup had promised and a load did not bring, by reason, since the node started.
+    pub broken_promises: BTreeMap<String, u64>,
 }
 
 /// One place that rows live in.

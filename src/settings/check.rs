@@ -145,6 +145,14 @@ fn store(settings: &Settings, found: &mut Vec<Finding>) {
         found.push(("store.capacity", what));
     }
     between("store.queue_depth", store.queue_depth, 1, 4_096, found);
+    between("store.scrub_days", store.scrub_days, 0, 3_650, found);
+    if store.write_budget > Bytes(0) && store.write_budget < store.segment {
+        let what = format!(
+            "{} must be 0 (no limit) or at least one segment, which is {}",
+            store.write_budget, store.segment
+        );
+        found.push(("store.write_budget", what));
+    }
 }
 
 fn cluster(settings: &Settings, found: &mut Vec<Finding>) {

@@ -122,6 +122,12 @@ pub struct Store {
     pub io: Io,
     /// Operations in flight on the drive. Default 32.
     pub queue_depth: u32,
+    /// Days in which every row is read back once, slowly and when nothing else waits, so that rot is found early.
+    /// Default 30, which for 2 TiB is less than 1 MB/s on average. 0: never.
+    pub scrub_days: u32,
+    /// Most bytes written to the drive in 24 hours, to spare it; beyond, rows are not taken and loads go on. Default 0:
+    /// no limit. A drive that may write 1,200 TB in five years lasts them at 650GB a day.
+    pub write_budget: Bytes,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -205,7 +211,14 @@ impl Default for Engine {
 
 impl Default for Store {
     fn default() -> Self {
-        Self { capacity: Bytes::gib(64), segment: Bytes::mib(256), io: Io::Auto, queue_depth: 32 }
+        Self {
+            capacity: Bytes::gib(64),
+            segment: Bytes::mib(256),
+            io: Io::Auto,
+            queue_depth: 32,
+            scrub_days: 30,
+            write_budget: Bytes(0),
+        }
     }
 }
 
@@ -288,6 +301,14 @@ impl Places {
 
     pub fn segments(&self) -> PathBuf {
         self.state.join("segments")
+    }
+    /// What the last day wrote and read; beside the store's folder, in which every file counts.
+    pub fn store_wear(&self) -> PathBuf {
+        self.state.join("store-wear")
+    }
+    /// Which segment was read back when.
+    pub fn store_scrub(&self) -> PathBuf {
+        self.state.join("store-scrub")
     }
     pub fn identity(&self) -> PathBuf {
         self.state.join("identity")

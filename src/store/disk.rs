@@ -292,6 +292,15 @@ impl Files {
         }
     }
 
+    /// Puts a durable file of whole pages in the place of one that may be there. After a failure the old one is still
+    /// whole.
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Real(folder) => folder.replace(name, bytes),
+            Self::Mem(mem) => mem.replace(name, bytes),
+        }
+    }
+
     /// Removes a file. One that is gone already is fine.
     pub fn remove(&self, name: &str) -> io::Result<()> {
         match self {

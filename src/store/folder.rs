@@ -127,6 +127,20 @@ impl Folder {
         made
     }
 
+    /// Puts a file in the place of one that may be there: after a failure that one is still whole.
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let unfinished = format!("{name}{UNFINISHED}");
+        let made = self.create_as(&unfinished, bytes.len() as u64, bytes).and_then(|_| {
+            fs::rename(self.path.join(&unfinished), self.path.join(name))?;
+            self.sync()
+        });
+        if made.is_err() {
+            // What went wrong is told by `made`.
+            let _ = self.remove(&unfinished);
+        }
+        made
+    }
+
     fn create_as(&self, name: &str, size: u64, head: &[u8]) -> io::Result<File> {
         let file = self.options().create(true).truncate(true).mode(0o600).open(self.path.join(name))?;
         let length = i64::try_from(size).map_err(Error::other)?;

@@ -229,6 +229,18 @@ impl Index {
         (held, sender.subscribe())
     }
 
+    /// Shows every row, segment by segment.
+    pub fn each(&self, mut see: impl FnMut(&Space, &RowKey, &Place)) {
+        for chain in self.chains.values() {
+            self.walk(chain.first).for_each(|(_, row)| see(&self.spaces.of(row.space), &row.key, &row.place));
+        }
+    }
+
+    /// Segments of which rows can be read, oldest first.
+    pub fn segments(&self) -> impl Iterator<Item = Sequence> + '_ {
+        self.chains.keys().copied()
+    }
+
     /// Per space: rows and payload bytes.
     pub fn spaces(&self) -> Vec<(Space, u64, u64)> {
         let held = self.spaces.numbers.values().map(|&number| self.spaces.held.get(number));

@@ -171,6 +171,10 @@ impl Log {
         self.segments.len()
     }
 
+    pub fn oldest(&self) -> Option<Sequence> {
+        self.segments.keys().next().copied()
+    }
+
     pub fn sealed(&self) -> usize {
         self.segments.values().filter(|s| s.sealed).count()
     }

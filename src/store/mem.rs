@@ -379,6 +379,29 @@ impl Mem {
         Ok((Handle::Mem(name.into()), size))
     }
 
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let unfinished = format!("{name}{UNFINISHED}");
+        let mut state = self.0.lock();
+        let made = state
+            .change(|s| {
+                s.files.insert(unfinished.clone(), Image { live: bytes.to_vec(), durable: Vec::new() });
+                Ok(())
+            })
+            .and_then(|()| state.change(|s| s.sync_file(&unfinished)))
+            .and_then(|()| {
+                state.change(|s| {
+                    let image = s.files.remove(&unfinished).expect("just made");
+                    s.files.insert(name.to_owned(), image);
+                    Ok(())
+                })
+            })
+            .and_then(|()| state.change(State::sync_names));
+        if made.is_err() && state.cut_at.is_none() {
+            state.files.remove(&unfinished);
+        }
+        made
+    }
+
     pub fn remove(&self, name: &str) -> io::Result<()> {
         self.0.lock().change(|s| {
             s.files.remove(name);

@@ -30,6 +30,14 @@ pub struct Metrics {
     pub queued_writes: IntGauge,
     pub in_flight: IntGauge,
     pub read_only: IntGauge,
+    /// Rows and bytes read back by scrub and verify, and what was rotten of them.
+    pub scrub_rows: IntCounter,
+    pub scrub_bytes: IntCounter,
+    pub scrub_damaged: IntCounter,
+    pub scrub_segments: IntCounter,
+    pub write_budget_bytes: IntGauge,
+    pub day_written_bytes: IntGauge,
+    pub day_read_bytes: IntGauge,
 }
 
 impl Metrics {
@@ -54,6 +62,16 @@ impl Metrics {
             queued_writes: queued.with_label_values(&["write"]),
             in_flight: meter.gauge("store_operations_in_flight", "Operations that the drive has"),
             read_only: meter.gauge("store_read_only", "1 while no rows are taken"),
+            scrub_rows: meter.counter("store_scrub_rows_total", "Rows read back to look for rot"),
+            scrub_bytes: meter.counter("store_scrub_bytes_total", "Payload bytes read back to look for rot"),
+            scrub_damaged: meter.counter("store_scrub_damaged_total", "Rows that were rotten when read back"),
+            scrub_segments: meter.counter("store_scrub_segments_total", "Segments read back whole"),
+            write_budget_bytes: meter
+                .gauge("store_write_budget_bytes", "Most bytes written in a day; 0: no limit"),
+            day_written_bytes: meter
+                .gauge("store_day_written_bytes", "Bytes written to the drive in the last 24 hours"),
+            day_read_bytes: meter
+                .gauge("store_day_read_bytes", "Payload bytes read in the last 24 hours, scrub left out"),
         }
     }
 }

@@ -13,6 +13,7 @@
 //! A kill loses nothing that was reported as stored. A power cut may lose rows of the segment that was open, never
 //! one of a sealed segment, and never yields a wrong one.
 
+mod budget;
 mod disk;
 mod folder;
 mod format;
@@ -20,18 +21,24 @@ mod hands;
 mod index;
 mod inspect;
 mod log;
+mod marks;
 mod mem;
 mod metrics;
+mod patrol;
 mod probe;
 mod recover;
 mod ring;
 mod scan;
+mod scrub;
 mod slab;
+mod survey;
+mod verify;
 mod work;
 
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -40,6 +47,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{Semaphore, broadcast, oneshot};
 
+use self::budget::Wear;
 use self::disk::{Disk, Files, OnDone};
 use self::folder::Folder;
 pub use self::format::{rows_in_segment, segment_for_rows};
@@ -47,11 +55,16 @@ use self::hands::Hands;
 use self::index::Index;
 pub use self::index::{Change, ChangeKind};
 pub use self::inspect::{Located, inspect};
+use self::marks::{MARKS, Marks};
 pub use self::mem::{Failure, Loss, Mem};
 use self::metrics::Metrics;
+pub use self::patrol::Rounds;
 pub use self::probe::{Probe, Restart};
 use self::ring::Ring;
-use self::work::{Event, Facts, Request, Work};
+use self::scrub::Scrub;
+pub use self::survey::{BandUse, GroupUse, SegmentUse, SpaceUse, Survey};
+pub use self::verify::{Checked, Damage, Error as ShutError, Shut, Verification};
+use self::work::{Event, Facts, Mark, Request, Work};
 use crate::base::block::{RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros};
 use crate::base::fault::{Code, Fault};
@@ -120,6 +133,16 @@ pub enum Error {
     RowTooLarge { row: usize, segment: u64 },
     #[error("the store is closed")]
     Closed,
+    #[error(
+        "{wanted} would be pinned ({pinned} are), at most {limit} may be: unpin rows or raise store.capacity"
+    )]
+    TooManyPins { pinned: Bytes, wanted: Bytes, limit: Bytes },
+    #[error(
+        "there is no room for more marks on rows: unpin rows, or drop whole namespaces instead of single rows"
+    )]
+    TooManyMarks,
+    #[error("done, but not saved: it ends with this process: {0}")]
+    NotSaved(String),
 }
 
 /// What a start has found.
@@ -131,8 +154,12 @@ pub struct Opened {
     pub damaged: u64,
     /// `ring`, `plain` or `mem`.
     pub io: String,
-    /// Sentences for the log and for people.
+    /// Sentences for the log and for people; all of them.
     pub notes: Vec<String>,
+    /// Those of the notes that are about damage.
+    pub damage: Vec<String>,
+    /// Those about files that are not the store's.
+    pub foreign: Vec<String>,
 }
 
 /// A row for a peer.
@@ -176,6 +203,13 @@ pub struct Status {
     pub served: u64,
     pub failed: u64,
     pub reclaimed: u64,
+    /// Payload bytes of rows that were copied out of segments that made room.
+    pub moved_bytes: u64,
+    /// Rows offered that were not kept because what is held is worth more.
+    pub refused: u64,
+    /// Rows that are pinned, and the bytes that they take at most.
+    pub pinned: u64,
+    pub pinned_bytes: u64,
     pub spaces: Vec<SpaceStatus>,
 }
 
@@ -185,7 +219,29 @@ struct Shared {
     index: Mutex<Index>,
     /// Guards: figures, copied as a whole.
     facts: Mutex<Facts>,
+    /// Guards: what a day wrote and read.
+    wear: Mutex<Wear>,
+    /// Guards: when each segment was read back.
+    scrub: Mutex<Scrub>,
+    /// Guards: the last damaged rows.
+    damages: Mutex<Damages>,
     metrics: Metrics,
+}
+
+/// Damaged rows that are remembered.
+const DAMAGES: usize = 64;
+
+/// The last damaged rows, newest last.
+#[derive(Debug, Default)]
+struct Damages(VecDeque<Damage>);
+
+impl Damages {
+    fn add(&mut self, damage: Damage) {
+        if self.0.len() == DAMAGES {
+            self.0.pop_front();
+        }
+        self.0.push_back(damage);
+    }
 }
 
 /// Closes the store when the last handle goes.
@@ -195,7 +251,10 @@ struct Inner {
     /// What bounds `events`: a job holds a permit until it is answered.
     jobs: Arc<Semaphore>,
     io: &'static str,
-    notes: Vec<String>,
+    /// What the start has found that stays as it is.
+    found: Vec<Fault>,
+    /// Damage that the start has found, in sentences.
+    damage: Vec<String>,
 }
 
 impl Drop for Inner {
@@ -234,15 +293,23 @@ impl Store {
         let mut notes = Vec::new();
         let depth = options.queue_depth.clamp(1, 1024);
         let (files, disk, hands) = start_disk(&options, disk, depth, on_done, &mut notes)?;
-        let found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
+        let mut found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
         let mut opened = found.opened;
         opened.io = disk.name().to_owned();
         opened.notes.splice(0..0, notes.iter().cloned());
+        let marks = load_marks(&files, &mut found.index, &mut opened);
         let metrics = Metrics::new(meter);
         metrics.damaged.inc_by(opened.damaged);
         metrics.capacity_bytes.set(i64::try_from(capacity).unwrap_or(i64::MAX));
         let facts = Facts { damaged: opened.damaged, ..Facts::default() };
-        let shared = Arc::new(Shared { index: Mutex::new(found.index), facts: Mutex::new(facts), metrics });
+        let shared = Arc::new(Shared {
+            index: Mutex::new(found.index),
+            facts: Mutex::new(facts),
+            wear: Mutex::default(),
+            scrub: Mutex::default(),
+            damages: Mutex::default(),
+            metrics,
+        });
         let io = disk.name();
         let work = Work::new(work::Parts {
             shared: shared.clone(),
@@ -255,10 +322,15 @@ impl Store {
             store: found.store,
             log: found.log,
             handles: found.handles,
+            marks,
         });
         hands::thread("store", move || work.run(&events))?;
         let jobs = Arc::new(Semaphore::new(JOBS));
-        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, notes })), opened))
+        let plain = notes.into_iter().map(|note| Fault::new(Code::StorePlainIo, note));
+        let foreign = opened.foreign.iter().map(|note| Fault::new(Code::StoreForeign, note.clone()));
+        let found = plain.chain(foreign).collect();
+        let damage = opened.damage.clone();
+        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, found, damage })), opened))
     }
 
     /// Makes a row area known; its rows can be put and got from now on.
@@ -307,10 +379,73 @@ impl Store {
         self.0.shared.index.lock().memory()
     }
 
+    /// Payload bytes of a row, if it is held.
+    pub fn bytes_of(&self, space: Space, key: &RowKey) -> Option<u64> {
+        self.0.shared.index.lock().get(&space, key).map(|place| place.length.into())
+    }
+
+    /// Spaces of which rows are held.
+    pub fn spaces(&self) -> Vec<Space> {
+        self.0.shared.index.lock().spaces().into_iter().map(|(space, ..)| space).collect()
+    }
+
     /// Everything that is held in `space`, and every change from exactly there on. A receiver that lags
     /// (`RecvError::Lagged`) subscribes again.
     pub fn subscribe(&self, space: Space) -> (Vec<(RowKey, u32)>, broadcast::Receiver<Change>) {
         self.0.shared.index.lock().subscribe(space)
+    }
+
+    /// A request has used this chain: the rows of its prompt, each with the tokens up to its end. What of it is held
+    /// is worth more from now on.
+    pub fn heat(&self, space: Space, chain: &[(RowKey, u32)], now: Micros) {
+        // A touch each until use counts.
+        let _ = (space, chain, now);
+    }
+
+    /// Keeps rows whatever else needs their room, this process's life and later ones. Keys that are not held are
+    /// passed over. Gives how many were not pinned before.
+    ///
+    /// # Errors
+    /// [`Error::TooManyPins`] or [`Error::TooManyMarks`], and then none is pinned.
+    pub async fn pin(&self, space: Space, keys: Vec<RowKey>) -> Result<u64, Error> {
+        self.mark(space, Mark::Pin(keys)).await
+    }
+
+    /// Ends pins. Gives how many there were.
+    ///
+    /// # Errors
+    /// When it could not be saved.
+    pub async fn unpin(&self, space: Space, keys: Vec<RowKey>) -> Result<u64, Error> {
+        self.mark(space, Mark::Unpin(keys)).await
+    }
+
+    /// Takes rows out for good; pinned ones too. Their bytes go with their segments. Gives how many were held.
+    ///
+    /// # Errors
+    /// [`Error::TooManyMarks`], and then none is gone.
+    pub async fn drop_rows(&self, space: Space, keys: Vec<RowKey>) -> Result<u64, Error> {
+        self.mark(space, Mark::Drop(keys)).await
+    }
+
+    /// Takes every row of a space out for good. Gives how many there were.
+    ///
+    /// # Errors
+    /// [`Error::TooManyMarks`], and then none is gone.
+    pub async fn forget(&self, space: Space) -> Result<u64, Error> {
+        self.mark(space, Mark::Forget).await
+    }
+
+    /// Rows that are pinned.
+    pub async fn pinned(&self) -> Vec<(Space, RowKey)> {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Pinned(answer));
+        answered.await.unwrap_or_default()
+    }
+
+    async fn mark(&self, space: Space, mark: Mark) -> Result<u64, Error> {
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Mark(space, mark, answer));
+        answered.await.unwrap_or(Err(Error::Closed))
     }
 
     pub fn status(&self) -> Status {
@@ -343,26 +478,51 @@ impl Store {
             served: facts.served,
             failed: facts.failed,
             reclaimed: facts.reclaimed,
+            moved_bytes: facts.moved_bytes,
+            refused: facts.refused,
+            pinned: facts.pinned,
+            pinned_bytes: facts.pinned_bytes,
             spaces,
         }
     }
 
     /// What is wrong with the store now.
     pub fn faults(&self) -> Vec<Fault> {
-        let (read_only, damaged) = {
+        let (read_only, damaged, capacity) = {
             let facts = self.0.shared.facts.lock();
-            (facts.read_only.clone(), facts.damaged)
+            (facts.read_only.clone(), facts.damaged, facts.capacity)
         };
         let mut faults = Vec::new();
         if let Some(reason) = read_only {
             faults.push(Fault::new(Code::StoreReadOnly, reason));
         }
         if damaged > 0 {
-            let cause = format!("{damaged} rows or segments were not what was written; they were skipped");
+            let which = self.damaged_where();
+            let cause =
+                format!("{damaged} rows or segments were not what was written; they were skipped{which}");
             faults.push(Fault::new(Code::StoreDamaged, cause));
         }
-        faults.extend(self.0.notes.iter().map(|note| Fault::new(Code::StorePlainIo, note.clone())));
+        faults.extend(self.0.found.iter().cloned());
+        faults.extend(self.wear_faults(capacity));
         faults
+    }
+
+    /// The last rows that turned out damaged while the store ran, newest last.
+    pub fn damages(&self) -> Vec<Damage> {
+        self.0.shared.damages.lock().0.iter().cloned().collect()
+    }
+
+    /// The newest damage in words: a person looks at a file first.
+    fn damaged_where(&self) -> String {
+        let mut words: Vec<String> = self
+            .damages()
+            .iter()
+            .rev()
+            .take(DAMAGES_TOLD)
+            .map(|damage| format!("{} at byte {}: {}", damage.file, damage.offset, damage.why))
+            .collect();
+        words.extend(self.0.damage.iter().take(DAMAGES_TOLD - words.len()).cloned());
+        if words.is_empty() { String::new() } else { format!(" ({})", words.join(", ")) }
     }
 
     /// Ends what is in flight, makes it durable, and gives the folder free. Further calls fail.
@@ -392,9 +552,47 @@ impl Store {
     }
 }
 
+/// Reads what people said about rows, and takes out what they dropped.
+fn load_marks(files: &Files, index: &mut Index, opened: &mut Opened) -> Marks {
+    let read = files.open(MARKS).and_then(|handle| {
+        let most = usize::try_from(marks::FILE_MAX).expect("a few MiB");
+        let mut bytes = disk::Buffer::zeroed(most);
+        let len = files.read(&handle, 0, &mut bytes)?;
+        bytes.truncate(len);
+        Ok(bytes)
+    });
+    let marks = match read.map(|bytes| Marks::decode(&bytes)) {
+        Ok(Ok(marks)) => marks,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Marks::default(),
+        Ok(Err(bad)) => return without_marks(&bad.to_string(), opened),
+        Err(e) => return without_marks(&e.to_string(), opened),
+    };
+    let (rows, spaces) = marks.dropped();
+    let mut dropped: Vec<_> = rows.collect();
+    for space in spaces {
+        dropped.extend(index.subscribe(space).0.into_iter().map(|(key, _)| (space, key)));
+    }
+    for (space, key) in dropped {
+        if let Some(place) = index.get(&space, &key).filter(|place| marks.is_dropped(&space, &key, place)) {
+            index.remove(&space, &key, &place);
+        }
+    }
+    opened.rows = index.rows();
+    marks
+}
+
+fn without_marks(why: &str, opened: &mut Opened) -> Marks {
+    opened.damaged += 1;
+    opened.notes.push(format!("{MARKS}: {why}; no row is pinned or dropped"));
+    Marks::default()
+}
+/// Damages that a fault names.
+const DAMAGES_TOLD: usize = 3;
+
 /// Bytes of a new segment: as asked for, but at least four fit.
 fn segment_bytes(options: &Options) -> Result<u64, Error> {
-    let most = options.capacity.0.saturating_sub(MARGIN) / SEGMENTS_MIN;
+    let beside = MARGIN + marks::reserve(options.capacity.0);
+    let most = options.capacity.0.saturating_sub(beside) / SEGMENTS_MIN;
     let bytes = options.segment.0.clamp(SEGMENT_MIN, SEGMENT_MAX).min(most);
     let bytes = bytes - bytes % format::PAGE64;
     if bytes < SEGMENT_MIN { Err(Error::TooSmall(options.capacity)) } else { Ok(bytes) }

@@ -19,6 +19,7 @@ use super::folder::{LOCK, UNFINISHED};
 use super::format::{Bad, Entry, Head, Identity, PAGE64, Sequence, StoreId, parse_segment_name};
 use super::index::{Index, Place};
 use super::log::{Limits, Log};
+use super::marks::{self, MARKS};
 use super::scan::{Budget, Guess, How, NoFoot, Scan, read_first, read_foot, scan};
 use super::{Error, Opened};
 
@@ -77,8 +78,9 @@ struct Recovery<'a> {
 
 /// Reads a folder that is locked.
 pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, Error> {
+    let other = marks::reserve(capacity);
     let mut recovery =
-        Recovery { files, opened: Opened::default(), other: 0, aside: Vec::new(), next: Sequence(1) };
+        Recovery { files, opened: Opened::default(), other, aside: Vec::new(), next: Sequence(1) };
     let named = recovery.sort_files()?;
     let heads = recovery.read_heads(named);
     let store = recovery.identity(&heads)?;
@@ -97,6 +99,13 @@ impl Recovery<'_> {
 
     fn damaged(&mut self, note: String) {
         self.opened.damaged += 1;
+        self.tell_damage(note);
+    }
+
+    fn tell_damage(&mut self, note: String) {
+        if self.opened.damage.len() < NOTES {
+            self.opened.damage.push(note.clone());
+        }
         self.note(note);
     }
 
@@ -120,9 +129,15 @@ impl Recovery<'_> {
                 }
             } else if found.name == IDENTITY || found.name == LOCK {
                 self.other += found.taken;
+            } else if found.name == MARKS {
+                // Its room is set aside already.
             } else {
                 self.other += found.taken;
-                self.note(format!("{}: not a file of the store; it counts against the capacity", found.name));
+                let note = format!("{}: not a file of the store; it counts against the capacity", found.name);
+                if self.opened.foreign.len() < NOTES {
+                    self.opened.foreign.push(note.clone());
+                }
+                self.note(note);
             }
         }
         Ok(named.into_iter().collect())
@@ -296,7 +311,7 @@ impl Recovery<'_> {
         let Scan { broken, unfinished, .. } = scan;
         if *broken > 0 {
             self.opened.damaged += broken;
-            self.note(format!("{}: {broken} damaged rows skipped", found.name));
+            self.tell_damage(format!("{}: {broken} damaged rows skipped", found.name));
         }
         if *unfinished > 0 {
             self.note(format!(

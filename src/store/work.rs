@@ -11,17 +11,22 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
-use super::format::{Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, segment_name};
+use super::format::{
+    Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, record_bytes, segment_name,
+};
 use super::hands::Hands;
-use super::index::Place;
+use super::index::{Index, Place};
 use super::log::{Log, Room, Step};
+use super::marks::{self, Full, MARKS, Marks, Point};
+use super::verify::{Checked, Damage};
 use super::{Error, Shared};
 use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
 use crate::base::checksum::crc64;
-use crate::base::clock::{Clock, Micros};
+use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::{AreaId, Rows};
+use crate::base::units::Bytes;
 
 /// Longest that reads may hold up a write.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -56,7 +61,24 @@ pub enum Request {
         key: RowKey,
         reply: oneshot::Sender<Option<super::Record>>,
     },
+    /// Reads a row back for nobody, when nothing else waits.
+    Check {
+        space: Space,
+        key: RowKey,
+        reply: oneshot::Sender<Checked>,
+    },
 }
+
+/// What people say about rows of a space.
+pub enum Mark {
+    Pin(Vec<RowKey>),
+    Unpin(Vec<RowKey>),
+    Drop(Vec<RowKey>),
+    Forget,
+}
+
+/// Answers a [`Mark`] with how many rows it concerned.
+pub type Marked = oneshot::Sender<Result<u64, Error>>;
 
 /// What can happen.
 pub enum Event {
@@ -71,6 +93,10 @@ pub enum Event {
     Verified(Box<Verified>),
     /// A file was made or removed.
     Stepped(Step, Result<(Option<Handle>, u64), String>),
+    Mark(Space, Mark, Marked),
+    /// What people said was written down, or could not be.
+    Saved(Vec<(Marked, u64)>, Result<(), String>),
+    Pinned(oneshot::Sender<Vec<(Space, RowKey)>>),
     Close(Option<oneshot::Sender<()>>),
 }
 
@@ -89,6 +115,10 @@ pub struct Facts {
     pub served: u64,
     pub failed: u64,
     pub reclaimed: u64,
+    pub moved_bytes: u64,
+    pub refused: u64,
+    pub pinned: u64,
+    pub pinned_bytes: u64,
     pub attached: HashSet<Space>,
 }
 
@@ -123,6 +153,7 @@ pub struct Write {
 enum Reader {
     Row { slot: Slot, rows: Arc<Rows>, row: u32, deadline: Option<Micros> },
     Peer { reply: oneshot::Sender<Option<super::Record>>, _permit: OwnedSemaphorePermit },
+    Check { reply: oneshot::Sender<Checked>, _permit: OwnedSemaphorePermit },
 }
 
 /// A row on its way from the drive.
@@ -169,6 +200,7 @@ pub struct Parts {
     pub store: StoreId,
     pub log: Log,
     pub handles: HashMap<Sequence, Handle>,
+    pub marks: Marks,
 }
 
 pub struct Work {
@@ -177,6 +209,8 @@ pub struct Work {
     jobs: HashMap<u64, Job>,
     /// Rows to be read; rows to be summed; rows to be written.
     reads: VecDeque<Read>,
+    /// Rows to be read back when nothing else is to be done.
+    checks: VecDeque<Read>,
     writes: VecDeque<Write>,
     ready: VecDeque<(Write, u64)>,
     /// With the hands: rows being summed, rows being verified, files being made or removed.
@@ -185,6 +219,9 @@ pub struct Work {
     flights: HashMap<u64, Flight>,
     /// Keys between being offered and being whole or failed, with who else offered them meanwhile.
     pending: HashMap<(Space, RowKey), Vec<Slot>>,
+    /// Whether the file of marks is being written, and who waits for its next version.
+    saving: bool,
+    unsaved: Vec<(Marked, u64)>,
     next_job: u64,
     next_tag: u64,
     closing: Option<Vec<oneshot::Sender<()>>>,
@@ -197,12 +234,15 @@ impl Work {
             areas: HashMap::new(),
             jobs: HashMap::new(),
             reads: VecDeque::new(),
+            checks: VecDeque::new(),
             writes: VecDeque::new(),
             ready: VecDeque::new(),
             with_hands: 0,
             preparing: 0,
             flights: HashMap::new(),
             pending: HashMap::new(),
+            saving: false,
+            unsaved: Vec::new(),
             next_job: 0,
             next_tag: 0,
             closing: None,
@@ -269,11 +309,103 @@ impl Work {
                 self.with_hands -= 1;
                 self.file_step_ended(&step, result);
             }
+            Event::Mark(space, mark, answer) => self.mark(space, mark, answer),
+            Event::Saved(answers, result) => {
+                self.with_hands -= 1;
+                self.saving = false;
+                self.saved(answers, &result);
+            }
+            Event::Pinned(answer) => drop(answer.send(self.parts.marks.pins().collect())),
             Event::Close(answer) => {
                 self.closing.get_or_insert_default().extend(answer);
                 self.drop_queued(None);
             }
         }
+    }
+
+    fn mark(&mut self, space: Space, mark: Mark, answer: Marked) {
+        if self.closing.is_some() {
+            let _ = answer.send(Err(Error::Closed));
+            return;
+        }
+        match self.apply_mark(space, mark) {
+            Err(error) => drop(answer.send(Err(error))),
+            Ok(0) => drop(answer.send(Ok(0))),
+            Ok(count) => {
+                self.unsaved.push((answer, count));
+                self.save_marks();
+            }
+        }
+    }
+
+    fn apply_mark(&mut self, space: Space, mark: Mark) -> Result<u64, Error> {
+        let (capacity, segment) = (self.parts.log.capacity(), self.parts.log.segment_bytes());
+        let limit = marks::limit(capacity, segment);
+        let refuse = |full| match full {
+            Full::Pins { pinned, wanted } => {
+                Error::TooManyPins { pinned: Bytes(pinned), wanted: Bytes(wanted), limit: Bytes(limit) }
+            }
+            Full::File => Error::TooManyMarks,
+        };
+        let marks = &mut self.parts.marks;
+        let mut index = self.parts.shared.index.lock();
+        let held = |index: &Index, keys: Vec<RowKey>| -> Vec<(RowKey, Place)> {
+            keys.into_iter().filter_map(|key| Some((key, index.get(&space, &key)?))).collect()
+        };
+        let gone = match mark {
+            Mark::Pin(keys) => {
+                let rows: Vec<_> =
+                    held(&index, keys).iter().map(|(key, place)| (*key, place.length)).collect();
+                return marks.pin(space, &rows, capacity, limit).map_err(refuse);
+            }
+            Mark::Unpin(keys) => return Ok(marks.unpin(space, &keys)),
+            Mark::Drop(keys) => {
+                let rows = held(&index, keys);
+                let points: Vec<_> = rows.iter().map(|(key, place)| (*key, Point::of(place))).collect();
+                marks.drop_rows(space, &points, capacity).map_err(refuse)?;
+                rows
+            }
+            Mark::Forget => {
+                let keys = index.subscribe(space).0.into_iter().map(|(key, _)| key).collect();
+                let rows = held(&index, keys);
+                if let Some(last) = rows.iter().map(|(_, place)| Point::of(place)).max() {
+                    marks.forget(space, last, capacity).map_err(refuse)?;
+                }
+                rows
+            }
+        };
+        Ok(gone.iter().filter(|(key, place)| index.remove(&space, key, place)).count() as u64)
+    }
+
+    /// One version of the file at a time; what is said meanwhile goes into the next.
+    fn save_marks(&mut self) {
+        if self.saving || self.unsaved.is_empty() {
+            return;
+        }
+        self.saving = true;
+        self.with_hands += 1;
+        if let Some(oldest) = self.parts.log.oldest() {
+            self.parts.marks.prune(oldest);
+        }
+        let (answers, bytes) = (std::mem::take(&mut self.unsaved), self.parts.marks.encode());
+        let (files, events) = (self.parts.files.clone(), self.parts.events.clone());
+        self.parts.hands.give(move || {
+            let result = files.replace(MARKS, &bytes).map_err(|e| e.to_string());
+            drop(files);
+            let _ = events.send(Event::Saved(answers, result));
+        });
+    }
+
+    fn saved(&mut self, answers: Vec<(Marked, u64)>, result: &Result<(), String>) {
+        if let Err(reason) = result {
+            tracing::error!(%reason, "failed to save pins and drops");
+        }
+        // Figures first: whoever has the answer finds them.
+        self.publish();
+        for (answer, count) in answers {
+            let _ = answer.send(result.clone().map(|()| count).map_err(Error::NotSaved));
+        }
+        self.save_marks();
     }
 
     fn attach(&mut self, rows: &Rows) -> Result<(), Error> {
@@ -313,10 +445,14 @@ impl Work {
     fn drop_queued(&mut self, only: Option<AreaId>) {
         let reason = if only.is_some() { "detached" } else { "closed" };
         let concerns = |rows: &Rows| only.is_none_or(|id| id == rows.id);
+        if only.is_none() {
+            // Whoever waits sees that the answer's sender is gone.
+            self.checks.clear();
+        }
         for read in std::mem::take(&mut self.reads) {
             let concerned = match &read.reader {
                 Reader::Row { rows, .. } => concerns(rows),
-                Reader::Peer { .. } => only.is_none(),
+                Reader::Peer { .. } | Reader::Check { .. } => only.is_none(),
             };
             if concerned {
                 self.read_failed(read, reason);
@@ -363,6 +499,12 @@ impl Work {
                     self.read_failed(read, "closed");
                 } else {
                     self.reads.push_back(read);
+                }
+            }
+            Request::Check { space, key, reply } => {
+                let reader = Reader::Check { reply, _permit: permit };
+                if self.closing.is_none() {
+                    self.checks.push_back(Read { reader, space, key, position: None, asked: None });
                 }
             }
         }
@@ -422,6 +564,9 @@ impl Work {
         if self.parts.log.stopped().is_some() {
             return self.fail(slot, "read_only");
         }
+        if self.parts.shared.wear.lock().spent_until(unix_seconds()).is_some() {
+            return self.fail(slot, "write_budget");
+        }
         self.pending.insert((space, key), Vec::new());
         let since = self.parts.clock.now();
         let write =
@@ -461,7 +606,12 @@ impl Work {
             self.start_read(read);
             return true;
         }
-        self.start_next_write()
+        if self.start_next_write() {
+            return true;
+        }
+        let Some(check) = self.checks.pop_front() else { return false };
+        self.start_read(check);
+        true
     }
 
     fn start_next_write(&mut self) -> bool {
@@ -547,7 +697,7 @@ impl Work {
             Reader::Row { rows, row, .. } => {
                 Body::Row { rows: rows.clone(), row: *row, len: rows.row_bytes() }
             }
-            Reader::Peer { .. } => Body::Own(Buffer::zeroed(
+            Reader::Peer { .. } | Reader::Check { .. } => Body::Own(Buffer::zeroed(
                 usize::try_from(padded(place.length.into())).expect("a row is at most 1 GiB"),
             )),
         };
@@ -602,6 +752,7 @@ impl Work {
         self.parts.log.written(sequence, entry);
         self.parts.shared.index.lock().add(write.space, write.key, Place::of(sequence, &entry));
         self.parts.shared.metrics.written_bytes.inc_by(entry.length.into());
+        self.parts.shared.wear.lock().wrote(record_bytes(entry.length), unix_seconds());
         self.resolve(write.slot, Outcome::Stored);
         for other in self.pending.remove(&(write.space, write.key)).unwrap_or_default() {
             self.resolve(other, Outcome::Held);
@@ -623,7 +774,7 @@ impl Work {
         self.parts.log.read(place.sequence);
         if let Err(error) = result {
             tracing::warn!(%error, "failed to read a row; it is dropped");
-            return self.damaged(read, "io");
+            return self.damaged(read, "io", &error.to_string());
         }
         let Op { head, mut body, .. } = op;
         let (store, space) = (self.parts.store, read.space);
@@ -642,10 +793,13 @@ impl Work {
             Ok(record) => record,
             Err(bad) => {
                 tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
-                return self.damaged(read, "damaged");
+                return self.damaged(read, "damaged", &bad.to_string());
             }
         };
-        self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
+        if !matches!(read.reader, Reader::Check { .. }) {
+            self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
+            self.parts.shared.wear.lock().read(record.length.into(), unix_seconds());
+        }
         match (read.reader, body) {
             (Reader::Row { slot, .. }, body) => {
                 drop(body);
@@ -660,16 +814,25 @@ impl Work {
                 let _ = reply.send(Some(super::Record { position, checksum, payload }));
             }
             (Reader::Peer { .. }, _) => unreachable!("a peer's row is read into own memory"),
+            (Reader::Check { reply, .. }, _) => {
+                let _ = reply.send(Checked::Whole { bytes: record.length.into() });
+            }
         }
     }
 
     /// A row that was held is not to be had: counted, and not offered again.
-    fn damaged(&mut self, read: Read, reason: &'static str) {
+    fn damaged(&mut self, read: Read, reason: &'static str, why: &str) {
         let (key, place) = read.asked.expect("set when the read began");
+        let damage = Damage::of(&read.space, &key, &place, why);
         // Two reads of one row find the same damage.
         if self.parts.shared.index.lock().remove(&read.space, &key, &place) {
             self.parts.shared.metrics.damaged.inc();
             self.parts.shared.facts.lock().damaged += 1;
+            self.parts.shared.damages.lock().add(damage.clone());
+        }
+        if let Reader::Check { reply, .. } = read.reader {
+            let _ = reply.send(Checked::Damaged(damage));
+            return;
         }
         self.read_failed(read, reason);
     }
@@ -680,6 +843,9 @@ impl Work {
             Reader::Peer { reply, .. } => {
                 self.count_failure(reason);
                 let _ = reply.send(None);
+            }
+            Reader::Check { reply, .. } => {
+                let _ = reply.send(Checked::Gone);
             }
         }
     }
@@ -841,6 +1007,7 @@ impl Work {
         {
             facts.attached = self.areas.values().map(|a| a.space).collect();
         }
+        (facts.pinned, facts.pinned_bytes) = self.parts.marks.pinned();
         let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         metrics.used_bytes.set(i64::try_from(facts.used).unwrap_or(i64::MAX));
         metrics.rows.set(i64::try_from(rows).unwrap_or(i64::MAX));

@@ -3,15 +3,17 @@
 //! Every function returns only when nothing can touch the rows any more, because store and cluster promise the
 //! same. The order is that of the prompt, the answer that of the job.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::promise::{Circumstances, Reason};
 use crate::base::block::RowItem;
 use crate::base::clock::{Clock, Micros};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, MemberState};
 use crate::store::Store;
 
 /// Everything that moves rows for one engine.
@@ -35,15 +37,25 @@ impl Mover {
         outcomes
     }
 
-    /// Drive and other node at the same time; then what the drive failed, from the other node.
-    pub(super) async fn load(&self, items: &[RowItem], deadline: Option<Micros>) -> Vec<Outcome> {
+    /// Which of the items the own drive holds.
+    pub(super) fn held(&self, items: &[RowItem]) -> Vec<bool> {
+        items.iter().map(|item| self.store.holds(self.rows.space, &item.key)).collect()
+    }
+
+    /// Drive and other node at the same time; then what the drive failed, from the other node. `held` says which items
+    /// the drive has.
+    pub(super) async fn load(
+        &self,
+        items: &[RowItem],
+        held: &[bool],
+        deadline: Option<Micros>,
+    ) -> Vec<Outcome> {
         let mut outcomes = vec![Outcome::Failed; items.len()];
         if self.too_late(deadline) {
             return outcomes;
         }
-        let space = self.rows.space;
         let (own, others): (Vec<usize>, Vec<usize>) =
-            in_prefix_order(items).into_iter().partition(|&n| self.store.holds(space, &items[n].key));
+            in_prefix_order(items).into_iter().partition(|&n| held[n]);
         let (drive, peer) =
             tokio::join!(self.read_drive(items, &own, deadline), self.fetch_peer(items, &others, deadline));
         settle(&mut outcomes, &own, drive);
@@ -54,6 +66,35 @@ impl Mover {
             settle(&mut outcomes, &failed, again);
         }
         outcomes
+    }
+
+    /// Why each row that was promised did not come. `held` is what was true when the load began.
+    pub(super) fn broken(
+        &self,
+        items: &[RowItem],
+        held: &[bool],
+        outcomes: &[Outcome],
+        deadline: Option<Micros>,
+    ) -> Vec<Reason> {
+        let failed = || (0..items.len()).filter(|&n| !outcomes[n].is_ok());
+        if failed().next().is_none() {
+            return Vec::new();
+        }
+        let damaged: HashSet<String> = self.store.damages().into_iter().map(|damage| damage.key).collect();
+        let members = self.cluster.as_ref().map(Cluster::members).unwrap_or_default();
+        let rest = Circumstances {
+            late: self.too_late(deadline),
+            peer: members.iter().any(|member| member.state == MemberState::Connected),
+            has_peer: !members.is_empty(),
+            ..Circumstances::default()
+        };
+        let reason = |n: usize| {
+            let key = &items[n].key;
+            let is_held = self.store.holds(self.rows.space, key);
+            let damaged = !is_held && damaged.contains(&hex::encode(key.to_bytes()));
+            Circumstances { was_held: held[n], is_held, damaged, ..rest }.reason()
+        };
+        failed().map(reason).collect()
     }
 
     async fn read_drive(&self, items: &[RowItem], which: &[usize], deadline: Option<Micros>) -> Vec<Outcome> {
@@ -91,7 +132,7 @@ impl Mover {
     /// Writes rows whose job was answered already. Only broken builds come here.
     pub(super) async fn load_late(&self, items: &[RowItem]) {
         tokio::time::sleep(LATE).await;
-        self.load(items, None).await;
+        self.load(items, &self.held(items), None).await;
     }
 }
 

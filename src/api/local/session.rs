@@ -469,8 +469,12 @@ impl Session {
             });
         }
         let asked = self.ledger.rows_of(job);
+        let shared = Arc::clone(&self.shared);
         self.spawn("load", async move {
-            let mut outcomes = mover.load(&items, deadline).await;
+            let held = mover.held(&items);
+            let mut outcomes = mover.load(&items, &held, deadline).await;
+            let broken = mover.broken(&items, &held, &outcomes, deadline);
+            shared.promised((items.len() - broken.len()) as u64, &broken);
             outcomes.resize(asked, Outcome::Failed);
             if outcomes.contains(&Outcome::Failed) {
                 settler.settle().await;

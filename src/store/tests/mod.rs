@@ -7,6 +7,7 @@ mod disks;
 mod faults;
 mod flips;
 mod life;
+mod patrol;
 mod restart;
 mod rows;
 

@@ -1,0 +1,152 @@
+//! The operator's commands on a real node with a mock engine, and on its folder when it is gone.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Output};
+
+use common::*;
+use serde_json::{Value, json};
+
+const SETTINGS: &str = "[engine]\nkind = \"mock\"\nserved_name = \"mock\"\nstop_grace_s = 3\n\
+    extra_args = [\"--shape\", '{\"rows\": 512, \"row_bytes\": 16384, \"device_blocks\": 256, \"block_tokens\": 16, \
+    \"prefill_us_per_token\": 50, \"itl_us\": 200}']\n\
+    [store]\ncapacity = \"64MiB\"\nsegment = \"4MiB\"\n";
+
+fn store(node: &Node, words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_spark-kv"));
+    command.arg("store").args(words).arg("--root").arg(&node.root).output().unwrap()
+}
+
+/// The answer as JSON, with the exit code that it must have.
+fn told(node: &Node, words: &[&str], code: i32) -> Value {
+    let out = store(node, &[words, &["--json"]].concat());
+    let talk = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(code), "{words:?}: {talk}");
+    serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{words:?}: {e} {talk}"))
+}
+
+fn refused(node: &Node, words: &[&str], code: i32, why: &str) {
+    let out = store(node, words);
+    let talk = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(code), "{words:?}: {talk}");
+    assert!(talk.contains(why), "{words:?}: {talk}");
+    assert!(out.stdout.is_empty(), "{words:?} talks on stderr");
+}
+
+#[test]
+fn an_operator_looks_verifies_pins_and_drops() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = Spec { name: "a", profile: "cpu-tiny", settings: SETTINGS, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(PATIENCE);
+    let first = words(1, 150);
+    let short = complete(&node, "mock", &first, 2).id;
+    node.await_stored();
+    let long = complete(&node, "mock", &format!("{first} and more: {}", words(2, 150)), 2).id;
+    node.request(&long);
+    node.await_stored();
+
+    looks(&node, &short, &long);
+    pins(&node, &long);
+    refuses(&node);
+    finds_rot(&node);
+    drops(&node, &short);
+
+    let rows = told(&node, &["ls"], 0)["rows"].as_u64().unwrap();
+    node.stop();
+    let shut = told(&node, &["ls"], 0);
+    assert_eq!(shut["rows"].as_u64(), Some(rows), "the folder tells the same");
+    assert_eq!(told(&node, &["verify"], 0)["done"], true);
+    refused(&node, &["pin", "x"], 2, "no running node");
+    let text = String::from_utf8(store(&node, &["du"]).stdout).unwrap();
+    assert!(text.contains("(no node runs)") && text.contains("bytes per token"), "{text}");
+}
+
+fn looks(node: &Node, short: &str, long: &str) {
+    let ls = told(node, &["ls"], 0);
+    let rows = ls["rows"].as_u64().unwrap();
+    assert_eq!(rows as f64, node.metric("sparkkv_store_rows"));
+    assert_eq!(ls["bytes"].as_u64(), Some(rows * 16384));
+    assert_eq!(ls["spaces"][0]["attached"], true);
+    let prefix = |id: &str| {
+        let all = ls["prefixes"].as_array().unwrap();
+        let of = |p: &&Value| p["request"].as_str().unwrap().contains(id);
+        all.iter().find(of).unwrap_or_else(|| panic!("{id} in {all:?}")).clone()
+    };
+    assert!(prefix(long)["bytes"].as_u64() > prefix(short)["bytes"].as_u64());
+    assert!(prefix(short)["asked"].as_u64() >= Some(2), "the longer prompt begins with the shorter");
+    let one = told(node, &["ls", "--limit", "1", "--by", "asked"], 0);
+    assert_eq!(one["prefixes"].as_array().unwrap().len(), 1);
+    let group = told(node, &["du"], 0)[0]["groups"][0].clone();
+    assert_eq!((&group["tokens_per_row"], &group["bytes_per_token"]), (&json!(16), &json!(1024.0)));
+    let text = String::from_utf8(store(node, &["ls"]).stdout).unwrap();
+    assert!(text.contains("in use") && text.contains(long), "{text}");
+}
+
+fn pins(node: &Node, long: &str) {
+    let pinned = told(node, &["pin", long], 0);
+    assert!(pinned["changed"].as_u64().unwrap() > 10, "{pinned}");
+    assert_eq!(pinned["changed"], pinned["meant"]);
+    assert_eq!(told(node, &["pin", long], 0)["changed"], 0);
+    assert_eq!(told(node, &["ls"], 0)["pinned_rows"], pinned["changed"]);
+    assert_eq!(told(node, &["unpin", long], 0)["changed"], pinned["changed"]);
+}
+
+fn refuses(node: &Node) {
+    refused(node, &["pin"], 64, "name the rows");
+    refused(node, &["drop", "never-was"], 1, "no request `never-was` is remembered");
+    refused(node, &["drop", "--key", "xyz"], 1, "`xyz` is no key: write 64 hex digits");
+    refused(node, &["drop", "--key", &"ab".repeat(32)], 1, "no row of key");
+    refused(node, &["drop", "--space", "xyz!"], 1, "is no namespace");
+    refused(node, &["drop", "--space", "00000000"], 1, "no rows of namespace `00000000`");
+    refused(node, &["ls", "--limit", "-1"], 64, "--limit");
+    refused(node, &["ls", "--by", "colour"], 64, "bytes");
+    // Nobody but this machine's user gives orders, whatever a page in a browser sends.
+    let rows = node.metric("sparkkv_store_rows");
+    for verb in ["verify", "pin", "unpin", "drop"] {
+        let url = node.url(&format!("/api/v1/store/{verb}"));
+        let answer = agent().post(url).send_json(json!({"space": "0000"})).unwrap();
+        assert_eq!(answer.status(), 403, "{verb}");
+    }
+    assert_eq!(node.metric("sparkkv_store_rows"), rows);
+}
+
+fn finds_rot(node: &Node) {
+    let clean = told(node, &["verify"], 0);
+    assert_eq!((clean["damaged"].as_u64(), clean["done"].as_bool()), (Some(0), Some(true)));
+    assert_eq!(clean["rows"].as_f64(), Some(node.metric("sparkkv_store_rows")));
+    let rows = spark_kv::store::inspect(&node.root.join("state/segments")).unwrap();
+    let row = &rows[rows.len() / 2];
+    let file = fs::File::options().read(true).write(true).open(&row.file).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, row.payload_offset + 77).unwrap();
+    file.write_all_at(&[byte[0] ^ 16], row.payload_offset + 77).unwrap();
+    file.sync_all().unwrap();
+    let found = told(node, &["verify"], 1);
+    let name = row.file.file_name().unwrap().to_str().unwrap();
+    assert_eq!(found["damaged"], 1);
+    assert_eq!(found["named"][0]["file"], name);
+    assert_eq!(found["named"][0]["offset"].as_u64(), Some(row.payload_offset - 4096));
+    assert_eq!(told(node, &["verify"], 0)["damaged"], 0, "it is dropped");
+    let alert = await_some("the alert", PATIENCE, || {
+        let state = get_json(&node.url("/api/v1/alerts"))?;
+        state["active"].as_array()?.iter().find(|alert| alert["code"] == "store-damaged").cloned()
+    });
+    assert!(alert["cause"].as_str().unwrap().contains(name), "{alert}");
+}
+
+fn drops(node: &Node, short: &str) {
+    let before = told(node, &["ls"], 0);
+    let dropped = told(node, &["drop", short], 0);
+    let rows = |ls: &Value| ls["rows"].as_u64().unwrap();
+    let after = told(node, &["ls"], 0);
+    assert_eq!(rows(&before) - rows(&after), dropped["changed"].as_u64().unwrap());
+    assert!(dropped["changed"].as_u64() > Some(0));
+    let row = &spark_kv::store::inspect(&node.root.join("state/segments")).unwrap();
+    let kept = row.last().unwrap();
+    assert_eq!(told(node, &["drop", "--key", &hex::encode(kept.key.to_bytes())], 0)["changed"], 1);
+}
