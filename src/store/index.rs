@@ -287,14 +287,6 @@ impl Index {
         self.walk(first).map(|(_, row)| (self.spaces.of(row.space), row.key, row.place, row.heat))
     }
 
-    /// Shows every row, in no order.
-    pub fn each(&self, mut see: impl FnMut(&Space, &RowKey, &Place)) {
-        for &at in &self.table {
-            let row = self.rows.get(at);
-            see(&self.spaces.of(row.space), &row.key, &row.place);
-        }
-    }
-
     /// Rows of a segment that can be read.
     pub fn count_of(&self, sequence: Sequence) -> u64 {
         self.chains.get(&sequence).map_or(0, |chain| chain.rows)

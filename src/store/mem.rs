@@ -384,7 +384,10 @@ impl Mem {
         let mut state = self.0.lock();
         let made = state
             .change(|s| {
-                s.files.insert(unfinished.clone(), Image { live: bytes.to_vec(), durable: Vec::new() });
+                s.files.insert(
+                    unfinished.clone(),
+                    Image { live: bytes.to_vec(), durable: Vec::new(), unsynced: vec![(0, bytes.to_vec())] },
+                );
                 Ok(())
             })
             .and_then(|()| state.change(|s| s.sync_file(&unfinished)))
