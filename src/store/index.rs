@@ -135,12 +135,37 @@ impl Spaces {
     }
 }
 
+/// Hashes of space and key. A key is a digest already, so mixing its words by two multiplications spreads it well;
+/// the seeds are another pair in every process, so that nobody can choose keys that fall together.
+#[derive(Debug)]
+struct Mixer(u64, u64);
+
+impl Default for Mixer {
+    fn default() -> Self {
+        let state = RandomState::new();
+        Self(state.hash_one(1), state.hash_one(2))
+    }
+}
+
+impl Mixer {
+    fn hash(&self, space: u32, key: &RowKey) -> u64 {
+        let fold = |a: u64, b: u64| {
+            let product = u128::from(a) * u128::from(b);
+            product as u64 ^ (product >> 64) as u64
+        };
+        let word = |at: usize| key.hash.0[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        let one = fold(word(0) ^ self.0, word(8) ^ self.1);
+        let two = fold(word(16) ^ self.1, word(24) ^ self.0);
+        fold(one ^ self.0, two.rotate_left(32) ^ u64::from(key.group.0) << 32 ^ u64::from(space) ^ self.1)
+    }
+}
+
 #[derive(Debug, Default)]
 pub struct Index {
     rows: Slab<Row>,
     /// Numbers of rows, by the hash of space and key.
     table: HashTable<u32>,
-    hasher: RandomState,
+    hasher: Mixer,
     spaces: Spaces,
     chains: BTreeMap<Sequence, Chain>,
     listeners: HashMap<Space, broadcast::Sender<Change>>,
@@ -155,12 +180,20 @@ impl Index {
         Some(self.rows.get(self.find(space, key)?).place)
     }
 
+    /// Which of these keys are held. One after another without anything between, a processor looks up several at once.
+    pub fn held(&self, space: &Space, keys: &[RowKey]) -> Vec<bool> {
+        match self.spaces.numbers.get(space) {
+            Some(&number) => keys.iter().map(|key| self.find_in(number, key).is_some()).collect(),
+            None => vec![false; keys.len()],
+        }
+    }
+
     /// Room for this many further rows, made at once.
     pub fn reserve(&mut self, rows: usize) {
         let Self { rows: slab, hasher, table, .. } = self;
         table.reserve(rows, |&at| {
             let row = slab.get(at);
-            hasher.hash_one((row.space, row.key))
+            hasher.hash(row.space, &row.key)
         });
     }
 
@@ -168,7 +201,7 @@ impl Index {
     pub fn add(&mut self, space: Space, key: RowKey, place: Place) {
         let number = self.spaces.number(space);
         self.spaces.count(number, place.length);
-        let hash = self.hasher.hash_one((number, key));
+        let hash = self.hasher.hash(number, &key);
         let Self { rows, hasher, table, .. } = self;
         let same = |&at: &u32| {
             let row = rows.get(at);
@@ -184,7 +217,7 @@ impl Index {
             let at = rows.add(Row { place, key, heat, space: number, before: NONE, after: NONE });
             table.insert_unique(hash, at, |&at| {
                 let row = rows.get(at);
-                hasher.hash_one((row.space, row.key))
+                hasher.hash(row.space, &row.key)
             });
             self.chain(at);
         }
@@ -308,12 +341,15 @@ impl Index {
 
 impl Index {
     fn find(&self, space: &Space, key: &RowKey) -> Option<u32> {
-        let number = *self.spaces.numbers.get(space)?;
+        self.find_in(*self.spaces.numbers.get(space)?, key)
+    }
+
+    fn find_in(&self, space: u32, key: &RowKey) -> Option<u32> {
         let same = |&at: &u32| {
             let row = self.rows.get(at);
-            row.key == *key && row.space == number
+            row.key == *key && row.space == space
         };
-        self.table.find(self.hasher.hash_one((number, key)), same).copied()
+        self.table.find(self.hasher.hash(space, key), same).copied()
     }
 
     /// A chain from a row on.
@@ -364,7 +400,7 @@ impl Index {
     /// Takes a row that is in no chain any more out of everything else.
     fn drop_row(&mut self, at: u32) -> Change {
         let &Row { key, place, space: number, .. } = self.rows.get(at);
-        let hash = self.hasher.hash_one((number, key));
+        let hash = self.hasher.hash(number, &key);
         let entry = self.table.find_entry(hash, |&other| other == at);
         entry.expect("every row is in the table").remove();
         let space = self.spaces.of(number);
@@ -544,6 +580,11 @@ mod tests {
                 prop_assert_eq!(index.count_of(sequence), known.len() as u64);
                 prop_assert_eq!(index.bytes_of(sequence), known.iter().map(|r| u64::from(r.2.length)).sum::<u64>());
                 prop_assert_eq!(rows, known);
+            }
+            for s in 0..3 {
+                let keys: Vec<_> = (0..24).map(key).collect();
+                let known: Vec<_> = keys.iter().map(|k| oracle.0.contains_key(&(space(s), *k))).collect();
+                prop_assert_eq!(index.held(&space(s), &keys), known);
             }
             let mut shown = Oracle::default();
             index.each(|&space, &key, &place| {

@@ -374,6 +374,11 @@ impl Store {
         self.0.shared.index.lock().get(&space, key).is_some()
     }
 
+    /// Which of these keys are held, all asked at one moment.
+    pub fn held(&self, space: Space, keys: &[RowKey]) -> Vec<bool> {
+        self.0.shared.index.lock().held(&space, keys)
+    }
+
     /// Memory that the index takes.
     pub fn index_bytes(&self) -> usize {
         self.0.shared.index.lock().memory()
