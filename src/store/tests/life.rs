@@ -262,7 +262,7 @@ pub fn spoil(mem: &Mem, (side, n): Which) -> bool {
                 format::Record::decode(&bytes[*at..], head.store, head.sequence)
                     .is_ok_and(|r| r.key == key(n) && r.space == SIDES[side].0)
             };
-            (format::PAGE..bytes.len()).step_by(format::PAGE).filter(mine).last()
+            (format::PAGE..bytes.len()).step_by(format::PAGE).rfind(mine)
         });
         found = at.flatten().map(|at| (file.name, at)).or(found);
     }
