@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::block::Space;
-use super::geometry::Hello;
+use super::geometry::{GroupKind, Hello};
 use super::shm::Mapping;
 
 /// Identity of an attached area, never used twice in a process.
@@ -23,6 +23,8 @@ pub struct Rows {
     count: u32,
     /// Per group, the byte ranges of a row that it covers.
     covered: Vec<Vec<(u32, u32)>>,
+    /// Per group, the tokens of a row, and whether it is a state.
+    kinds: Vec<(u32, bool)>,
     map: Mapping,
 }
 
@@ -32,7 +34,10 @@ impl Rows {
         let row_bytes = hello.row_bytes as usize;
         let len = row_bytes.checked_mul(hello.rows as usize).expect("Hello::check bounds both");
         let covered = hello.groups.iter().map(|g| g.covered.clone()).collect();
-        Ok(Arc::new(Self { id, space, row_bytes, count: hello.rows, covered, map: Mapping::of(fd, len)? }))
+        let is_state = |kind: &GroupKind| matches!(kind, GroupKind::Mamba);
+        let kinds = hello.groups.iter().map(|g| (g.tokens_per_row, is_state(&g.kind))).collect();
+        let map = Mapping::of(fd, len)?;
+        Ok(Arc::new(Self { id, space, row_bytes, count: hello.rows, covered, kinds, map }))
     }
 
     /// Gives the whole area its memory now ([`Mapping::populate`]): otherwise the first load of each row waits for it.
@@ -49,6 +54,12 @@ impl Rows {
 
     pub fn count(&self) -> u32 {
         self.count
+    }
+
+    /// Per group, how many tokens a row covers, and whether it is a state instead: what a recurrent layer remembers at
+    /// the row's end.
+    pub fn kinds(&self) -> &[(u32, bool)] {
+        &self.kinds
     }
 
     /// Base address and length, to register the whole area with the kernel.
@@ -100,7 +111,7 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::super::block::{Namespace, Rank};
-    use super::super::geometry::{Group, GroupKind};
+    use super::super::geometry::Group;
     use super::*;
 
     #[test]

@@ -209,6 +209,7 @@ async fn recover(settings: &Settings, places: &Places, clock: &Clock, meter: &Me
     let opening = tokio::task::spawn_blocking(move || Store::open(options, DiskKind::Real, clock, &meter));
     let opened = log_slow("the store to read its segments", Duration::from_secs(5), opening).await;
     let (store, opened) = opened.map_err(|join| Error::Runtime(io::Error::other(join)))??;
+    store.set_ttl_days(settings.store.ttl_days);
     tracing::info!(segments = opened.segments, rows = opened.rows, damaged = opened.damaged, io = %opened.io, "store");
     for note in &opened.notes {
         tracing::warn!(note, "store");

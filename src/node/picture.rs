@@ -89,6 +89,7 @@ pub async fn keep_ledger(parts: Parts) {
                     parts.ledger.lock().attach(&report.request, report.sources);
                     if let Some(engine) = parts.door.engine() {
                         let space = Space { namespace: engine.namespace, rank: engine.hello.rank() };
+                        parts.store.heat(space, &report.chain, parts.clock.now());
                         parts.chains.lock().add(&report.request, space, report.chain);
                     }
                 }

@@ -153,6 +153,7 @@ fn store(settings: &Settings, found: &mut Vec<Finding>) {
         );
         found.push(("store.write_budget", what));
     }
+    between("store.ttl_days", store.ttl_days, 0, 36_500, found);
 }
 
 fn cluster(settings: &Settings, found: &mut Vec<Finding>) {

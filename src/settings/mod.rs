@@ -128,6 +128,9 @@ pub struct Store {
     /// Most bytes written to the drive in 24 hours, to spare it; beyond, rows are not taken and loads go on. Default 0:
     /// no limit. A drive that may write 1,200 TB in five years lasts them at 650GB a day.
     pub write_budget: Bytes,
+    /// Days without use after which a row goes before all others when room is needed, in every namespace. Default 0:
+    /// a row goes only for one that is worth more.
+    pub ttl_days: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -218,6 +221,7 @@ impl Default for Store {
             queue_depth: 32,
             scrub_days: 30,
             write_budget: Bytes(0),
+            ttl_days: 0,
         }
     }
 }

@@ -147,6 +147,8 @@ pub struct Found {
     /// Bytes that it takes on the drive.
     pub taken: u64,
     pub is_file: bool,
+    /// When its bytes were changed last, in seconds since 1970. 0: nobody knows.
+    pub modified: u32,
 }
 
 /// Operations in flight, by one of three ways.

@@ -97,6 +97,7 @@ impl Folder {
                 len: about.len(),
                 taken: about.len().max(about.blocks() * 512),
                 is_file: about.is_file(),
+                modified: u32::try_from(about.mtime()).unwrap_or(0),
             });
         }
         all.sort_by(|a, b| a.name.cmp(&b.name));

@@ -1,9 +1,15 @@
 //! The segment log as a machine: where the next record goes, when a segment is sealed, which one makes room. Pure.
 //!
 //! One segment is open; records are appended to it. When the next one does not fit, the segment is sealed: wait for
-//! its writes, make them durable, write the foot, make that durable. Then room is made, oldest first, and the next
-//! segment is created. The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]; there is
-//! one step at a time, because the order is what makes a foot trustworthy.
+//! its writes, make them durable, write the foot, make that durable. Then room is made, and the next segment is
+//! created. The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]; there is one step at
+//! a time, because the order is what makes a foot trustworthy.
+//!
+//! Which segment makes room is the driver's choice ([`Step::Choose`]), asked for while the open segment has most of
+//! its room left: rows of the chosen one that are worth keeping are appended to the open one, beside new rows, in
+//! room that is held free for them. So moving needs no room beyond the capacity, and what was moved is durable before
+//! its old copy goes, because the open segment is sealed in between. Should that seal never succeed, the segment that
+//! rows were moved out of stays until the one that took them is gone or durable.
 //!
 //! What is taken on the drive never exceeds the capacity: a segment is counted from before it is created until after
 //! it is gone, files that are not ours are counted too, and a segment leaves only when no read needs it.
@@ -36,7 +42,11 @@ pub enum Step {
     Sync(Sequence),
     /// Write foot and trailer at this offset.
     Foot { sequence: Sequence, offset: u64, bytes: Vec<u8> },
-    /// Take the segment's rows out of the index. Nothing to report: the next step follows at once.
+    /// Say with [`Log::chosen`] which of [`Log::eligible`] makes room, and which of its rows are appended to the open
+    /// segment before: `room` bytes of records at most. Nothing else to report.
+    Choose { room: u64 },
+    /// Take the segment's rows out of the index, or [`Log::spare`] it. Nothing to report: the next step follows at
+    /// once.
     Forget(Sequence),
     /// Remove the segment's file.
     Remove(Sequence),
@@ -86,6 +96,17 @@ struct Segment {
     sealed: bool,
     /// Its rows are gone from the index; it goes when its reads have ended.
     dying: bool,
+    /// Rows of it were moved to this segment: it stays until that is durable.
+    until: Option<Sequence>,
+}
+
+/// The segment that makes room next.
+#[derive(Clone, Copy, Debug)]
+struct Victim {
+    sequence: Sequence,
+    /// Rows of it that are still to be moved, and the room that is held free for them.
+    moves: u64,
+    held_free: u64,
 }
 
 /// The segment that takes records.
@@ -100,6 +121,8 @@ struct Open {
     /// Records that have a place: whole, in flight or failed.
     places: u64,
     failed_seals: u32,
+    /// Nobody could be chosen while this was open.
+    asked: bool,
 }
 
 /// What one log is made of.
@@ -111,6 +134,8 @@ pub struct Limits {
     pub segment: u64,
     /// Bytes of the folder that are no segments of ours.
     pub other: u64,
+    /// Bytes that the folder's small files may grow by.
+    pub reserve: u64,
 }
 
 #[derive(Debug)]
@@ -125,6 +150,11 @@ pub struct Log {
     stopped: Option<String>,
     next: Sequence,
     reclaimed: u64,
+    /// Bytes of the small files that grow.
+    small: u64,
+    victim: Option<Victim>,
+    /// A victim is to be chosen.
+    choosing: bool,
 }
 
 impl Log {
@@ -139,19 +169,22 @@ impl Log {
             stopped: None,
             next,
             reclaimed: 0,
+            small: 0,
+            victim: None,
+            choosing: false,
         }
     }
 
     /// A segment that was found at start and takes no more records.
     pub fn found(&mut self, sequence: Sequence, taken: u64, sealed: bool) {
-        self.segments.insert(sequence, Segment { taken, reads: 0, sealed, dying: false });
+        self.segments.insert(sequence, Segment { taken, reads: 0, sealed, dying: false, until: None });
     }
 
     /// The segment that was open when the store ended; records go on behind `tail`.
     pub fn reopened(&mut self, head: Head, taken: u64, tail: u64, entries: Vec<Entry>) {
         self.found(head.sequence, taken, false);
         let places = entries.len() as u64;
-        self.open = Some(Open { head, tail, writes: 0, entries, places, failed_seals: 0 });
+        self.open = Some(Open { head, tail, writes: 0, entries, places, failed_seals: 0, asked: false });
     }
 
     pub fn capacity(&self) -> u64 {
@@ -164,7 +197,33 @@ impl Log {
     }
 
     pub fn used(&self) -> u64 {
-        self.limits.other + self.segments.values().map(|s| s.taken).sum::<u64>()
+        self.limits.other + self.small + self.segments.values().map(|s| s.taken).sum::<u64>()
+    }
+
+    /// The small files that grow take this much.
+    pub fn set_small(&mut self, bytes: u64) {
+        self.small = bytes;
+    }
+
+    /// Whether the next segment needs another one's room.
+    pub fn is_pressed(&self) -> bool {
+        let beside = self.limits.reserve.saturating_sub(self.small) + SLACK;
+        self.used() + beside + self.limits.segment > self.limits.capacity
+    }
+
+    /// Segments that may make room, in ascending order, with the bytes that each takes.
+    pub fn eligible(&self) -> Vec<(Sequence, u64)> {
+        let open = self.open();
+        let may = |(sequence, segment): &(&Sequence, &Segment)| {
+            !segment.dying && Some(**sequence) != open && !self.is_bound(segment)
+        };
+        self.segments.iter().filter(may).map(|(sequence, segment)| (*sequence, segment.taken)).collect()
+    }
+
+    /// Whether rows of it were moved to a segment that is not durable yet.
+    fn is_bound(&self, segment: &Segment) -> bool {
+        let target = segment.until.and_then(|until| self.segments.get(&until));
+        target.is_some_and(|target| !target.sealed)
     }
 
     pub fn segments(&self) -> usize {
@@ -208,19 +267,77 @@ impl Log {
         if self.phase != Phase::Writing {
             return Room::Wait;
         }
+        let pressed = self.is_pressed();
         let Some(open) = &mut self.open else {
             self.phase = Phase::Making;
             return Room::Wait;
         };
-        if open.tail + record_bytes(length) + foot_bytes(open.places + 1) > open.head.size {
-            self.phase = Phase::Draining;
+        let record = record_bytes(length);
+        // With five eighths of the room left, what can be pinned at most of the best victim (half) fits, foot included.
+        let chooses = pressed && self.victim.is_none() && !open.asked && open.places > 0;
+        if chooses && open.tail + record > open.head.size / 8 * 3 {
+            self.choosing = true;
             return Room::Wait;
         }
-        let page = u32::try_from(open.tail / PAGE64).expect("Head::decode bounds a segment's pages");
-        open.tail += record_bytes(length);
-        open.places += 1;
-        open.writes += 1;
+        let (moves, held_free) = self.victim.map_or((0, 0), |victim| (victim.moves, victim.held_free));
+        if open.tail + record + held_free + foot_bytes(open.places + moves + 1) > open.head.size {
+            if moves == 0 {
+                self.phase = Phase::Draining;
+            }
+            return Room::Wait;
+        }
+        let page = take(open, record);
         Room::At { sequence: open.head.sequence, page }
+    }
+
+    /// A place for a row of the victim. It must be followed by [`Log::written`], [`Log::unwritten`] or
+    /// [`Log::failed`]. `None`: it cannot be moved.
+    pub fn place_move(&mut self, length: u32) -> Option<(Sequence, u32)> {
+        let record = record_bytes(length);
+        let (Phase::Writing, Some(open), Some(victim)) = (self.phase, &mut self.open, &mut self.victim)
+        else {
+            return None;
+        };
+        if self.stopped.is_some()
+            || open.tail + record + foot_bytes(open.places + victim.moves) > open.head.size
+        {
+            return None;
+        }
+        victim.held_free = victim.held_free.saturating_sub(record);
+        let page = take(open, record);
+        let sequence = open.head.sequence;
+        self.segments.get_mut(&victim.sequence).expect("a victim stays until it goes").until = Some(sequence);
+        Some((sequence, page))
+    }
+
+    /// A row of the victim was moved, or will not be.
+    pub fn move_ended(&mut self) {
+        if let Some(victim) = &mut self.victim {
+            victim.moves = victim.moves.saturating_sub(1);
+            if victim.moves == 0 {
+                victim.held_free = 0;
+            }
+        }
+    }
+
+    /// The answer to [`Step::Choose`]: a segment, how many rows of it will be moved, and the bytes of their records.
+    pub fn chosen(&mut self, choice: Option<(Sequence, u64, u64)>, now: Micros) {
+        if let Some((sequence, moves, held_free)) = choice {
+            self.victim = Some(Victim { sequence, moves, held_free });
+        } else if self.phase == Phase::Making {
+            self.stop("pinned rows are in every segment: there is no room for others".into(), now);
+        } else if let Some(open) = &mut self.open {
+            open.asked = true;
+        }
+    }
+
+    /// The victim stays after all: it holds what must not go. Another one is chosen.
+    pub fn spare(&mut self) {
+        if let Some(victim) = self.victim.take()
+            && let Some(segment) = self.segments.get_mut(&victim.sequence)
+        {
+            segment.dying = false;
+        }
     }
 
     /// A record is whole.
@@ -228,6 +345,13 @@ impl Log {
         if let Some(open) = self.open_as(sequence) {
             open.writes -= 1;
             open.entries.push(entry);
+        }
+    }
+
+    /// A record is whole, and not wanted any more.
+    pub fn unwritten(&mut self, sequence: Sequence) {
+        if let Some(open) = self.open_as(sequence) {
+            open.writes -= 1;
         }
     }
 
@@ -257,7 +381,7 @@ impl Log {
         }
     }
 
-    /// What to do now. Each step but [`Step::Forget`] is followed by [`Log::stepped`].
+    /// What to do now. Each step but [`Step::Choose`] and [`Step::Forget`] is followed by [`Log::stepped`].
     pub fn step(&mut self, now: Micros) -> Option<Step> {
         if self.busy {
             return None;
@@ -268,8 +392,13 @@ impl Log {
             }
             self.phase = if self.open.is_some() { Phase::Draining } else { Phase::Making };
         }
+        let moves = self.victim.is_some_and(|victim| victim.moves > 0);
         let step = match (self.phase, &self.open) {
-            (Phase::Draining, Some(open)) if open.writes > 0 => None,
+            (Phase::Writing, Some(open)) if std::mem::take(&mut self.choosing) => {
+                let room = open.head.size.saturating_sub(open.tail + foot_bytes(open.places) + PAGE64);
+                Some(Step::Choose { room })
+            }
+            (Phase::Draining, Some(open)) if open.writes > 0 || moves => None,
             (Phase::Draining, Some(open)) => {
                 self.phase = Phase::Syncing;
                 Some(Step::Sync(open.head.sequence))
@@ -277,7 +406,7 @@ impl Log {
             (Phase::Making, _) => self.make_room(now),
             _ => None,
         };
-        self.busy = step.as_ref().is_some_and(|s| !matches!(s, Step::Forget(_)));
+        self.busy = step.as_ref().is_some_and(|s| !matches!(s, Step::Forget(_) | Step::Choose { .. }));
         step
     }
 
@@ -322,6 +451,7 @@ impl Log {
         match step {
             Step::Remove(sequence) => {
                 self.segments.remove(sequence);
+                self.victim = None;
                 self.reclaimed += 1;
             }
             Step::Create(head) => {
@@ -334,7 +464,11 @@ impl Log {
     }
 
     fn make_room(&mut self, now: Micros) -> Option<Step> {
-        if self.used() + self.limits.segment + SLACK <= self.limits.capacity {
+        let victim =
+            self.victim.and_then(|victim| Some((victim.sequence, *self.segments.get(&victim.sequence)?)));
+        let going = victim.is_some_and(|(_, segment)| segment.dying);
+        if !going && !self.is_pressed() {
+            self.victim = None;
             let head = Head { store: self.limits.store, sequence: self.next, size: self.limits.segment };
             self.next = Sequence(self.next.0 + 1);
             return Some(Step::Create(head));
@@ -346,12 +480,18 @@ impl Log {
             self.stop(why, now);
             return None;
         }
-        let (&oldest, segment) = self.segments.iter_mut().next()?;
+        let Some((sequence, segment)) = victim.filter(|(_, segment)| going || !self.is_bound(segment)) else {
+            self.victim = None;
+            if self.eligible().is_empty() {
+                return None;
+            }
+            return Some(Step::Choose { room: 0 });
+        };
         if !segment.dying {
-            segment.dying = true;
-            return Some(Step::Forget(oldest));
+            self.segments.get_mut(&sequence).expect("looked at just now").dying = true;
+            return Some(Step::Forget(sequence));
         }
-        (segment.reads == 0).then_some(Step::Remove(oldest))
+        (segment.reads == 0).then_some(Step::Remove(sequence))
     }
 
     fn step_failed(&mut self, step: &Step, reason: String, now: Micros) {
@@ -375,6 +515,15 @@ impl Log {
     }
 }
 
+/// The next `record` bytes of the open segment, as a page.
+fn take(open: &mut Open, record: u64) -> u32 {
+    let page = u32::try_from(open.tail / PAGE64).expect("Head::decode bounds a segment's pages");
+    open.tail += record;
+    open.places += 1;
+    open.writes += 1;
+    page
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::format::{PAGE, Trailer};
@@ -383,8 +532,13 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::HashMap;
 
-    const LIMITS: Limits =
-        Limits { store: StoreId([1; 16]), capacity: 5 * (64 << 10), segment: 64 << 10, other: 4096 };
+    const LIMITS: Limits = Limits {
+        store: StoreId([1; 16]),
+        capacity: 5 * (64 << 10) + 8192,
+        segment: 64 << 10,
+        other: 4096,
+        reserve: 8192,
+    };
     const ROW: u32 = 8192;
 
     fn entry(page: u32) -> Entry {
@@ -396,10 +550,26 @@ mod tests {
     #[derive(Clone, Copy, Debug)]
     enum Act {
         Place,
-        WriteEnds { well: bool },
+        WriteEnds {
+            well: bool,
+        },
         ReadBegins(usize),
         ReadEnds,
-        StepEnds { well: bool },
+        StepEnds {
+            well: bool,
+        },
+        /// Who makes room, of those that may, and how many of its rows are moved.
+        Choose {
+            nth: usize,
+            moves: usize,
+        },
+        /// A row that was to be moved is read, and appended or given up; one that was appended is whole.
+        MoveBegins {
+            well: bool,
+        },
+        MoveEnds,
+        /// What was to make room holds what must not go.
+        Spare,
         Wait,
     }
 
@@ -412,6 +582,10 @@ mod tests {
             2 => Just(Act::ReadEnds),
             6 => Just(Act::StepEnds { well: true }),
             1 => Just(Act::StepEnds { well: false }),
+            2 => (0..4_usize, 0..4_usize).prop_map(|(nth, moves)| Act::Choose { nth, moves }),
+            3 => any::<bool>().prop_map(|well| Act::MoveBegins { well }),
+            3 => Just(Act::MoveEnds),
+            1 => Just(Act::Spare),
             2 => Just(Act::Wait),
         ];
         proptest::collection::vec(one, 0..600)
@@ -427,19 +601,51 @@ mod tests {
         reading: Vec<Sequence>,
         forgotten: Vec<Sequence>,
         step: Option<Step>,
+        /// What the next choices are.
+        choice: (usize, usize),
+        /// Rows to be moved, and rows that were: from where to where.
+        to_move: usize,
+        moving: Vec<(Sequence, u32)>,
+        moved: Vec<(Sequence, Sequence)>,
+        /// Segments that a sync after their foot has made durable.
+        durable: Vec<Sequence>,
+        footed: Vec<Sequence>,
+        victim: Option<Sequence>,
+        spares: bool,
     }
 
     impl World {
-        fn begin(&mut self, step: Step) {
+        /// Everything that was held lies in segments that may go sometime; the one chosen is one that may go now.
+        fn choose(&mut self, log: &mut Log, room: u64) {
+            let may = log.eligible();
+            assert!(may.iter().all(|(s, _)| self.files.contains_key(s) && Some(*s) != log.open()));
+            assert_eq!(self.to_move + self.moving.len(), 0, "one victim at a time");
+            let most = room / (record_bytes(ROW) + super::super::format::ENTRY as u64);
+            let moves = (self.choice.1 as u64).min(most);
+            self.victim = may.get(self.choice.0 % may.len().max(1)).map(|(sequence, _)| *sequence);
+            self.to_move = if self.victim.is_some() { usize::try_from(moves).unwrap() } else { 0 };
+            log.chosen(self.victim.map(|v| (v, moves, moves * record_bytes(ROW))), self.now);
+        }
+
+        fn begin(&mut self, log: &mut Log, step: Step) {
             match &step {
-                Step::Forget(sequence) => return self.forgotten.push(*sequence),
+                Step::Choose { room } => return self.choose(log, *room),
+                Step::Forget(sequence) => {
+                    assert_eq!(Some(*sequence), self.victim, "another one was chosen");
+                    if std::mem::take(&mut self.spares) {
+                        return log.spare();
+                    }
+                    return self.forgotten.push(*sequence);
+                }
                 Step::Sync(sequence) | Step::Foot { sequence, .. } => {
                     assert!(self.writing.iter().all(|(s, _)| s != sequence), "sealed under its writes");
                 }
                 Step::Remove(sequence) => {
                     assert!(!self.reading.contains(sequence), "removed under its reads");
                     assert!(self.forgotten.contains(sequence), "removed while it can be found");
-                    assert_eq!(self.files.keys().next(), Some(sequence), "the oldest goes first");
+                    let targets = self.moved.iter().filter(|(from, _)| from == sequence).map(|(_, to)| to);
+                    let is_safe = |to: &Sequence| self.durable.contains(to) || !self.files.contains_key(to);
+                    assert!(targets.clone().all(is_safe), "what was moved out of it is not durable");
                 }
                 Step::Create(head) => {
                     let used = LIMITS.other + self.files.values().sum::<u64>();
@@ -460,6 +666,7 @@ mod tests {
                     let whole = self.whole.get(sequence).cloned().unwrap_or_default();
                     assert!(whole.iter().all(|e| u64::from(e.page) * PAGE64 + record_bytes(ROW) <= *offset));
                     assert_eq!(trailer.entries(list).unwrap(), whole);
+                    self.footed.push(*sequence);
                 }
                 Step::Remove(sequence) => {
                     self.files.remove(sequence);
@@ -467,8 +674,33 @@ mod tests {
                 Step::Create(head) => {
                     self.files.insert(head.sequence, head.size);
                 }
+                Step::Sync(sequence) if self.footed.contains(sequence) => self.durable.push(*sequence),
                 _ => {}
             }
+        }
+
+        fn begin_move(&mut self, log: &mut Log, well: bool) {
+            if self.to_move == 0 {
+                return;
+            }
+            self.to_move -= 1;
+            match log.place_move(ROW).filter(|_| well || log.stopped().is_none()) {
+                Some((sequence, page)) => {
+                    assert!(!self.writing.contains(&(sequence, page)), "two rows in one place");
+                    self.writing.push((sequence, page));
+                    self.moving.push((sequence, page));
+                    self.moved.push((self.victim.unwrap(), sequence));
+                }
+                None => log.move_ended(),
+            }
+        }
+
+        fn end_move(&mut self, log: &mut Log) {
+            let Some((sequence, page)) = self.moving.pop() else { return };
+            self.writing.retain(|at| *at != (sequence, page));
+            log.written(sequence, entry(page));
+            self.whole.entry(sequence).or_default().push(entry(page));
+            log.move_ended();
         }
 
         fn act(&mut self, log: &mut Log, act: Act) {
@@ -480,7 +712,10 @@ mod tests {
                     }
                 }
                 Act::WriteEnds { well } => {
-                    let Some((sequence, page)) = self.writing.pop() else { return };
+                    let Some(at) = self.writing.iter().rposition(|at| !self.moving.contains(at)) else {
+                        return;
+                    };
+                    let (sequence, page) = self.writing.remove(at);
                     if well {
                         log.written(sequence, entry(page));
                         self.whole.entry(sequence).or_default().push(entry(page));
@@ -508,13 +743,22 @@ mod tests {
                     }
                     let result = if well { Ok(LIMITS.segment) } else { Err("broken".into()) };
                     if let Some(next) = log.stepped(&step, result, self.now) {
-                        self.begin(next);
+                        self.begin(log, next);
                     }
                 }
+                Act::Choose { nth, moves } => self.choice = (nth, moves),
+                Act::MoveBegins { well } => self.begin_move(log, well),
+                Act::MoveEnds => self.end_move(log),
+                Act::Spare => self.spares = true,
                 Act::Wait => self.now = self.now.plus(RETRY / 2),
             }
+            // Nobody moves while the drive does not write.
+            while log.stopped().is_some() && self.to_move > 0 {
+                self.to_move -= 1;
+                log.move_ended();
+            }
             while let Some(step) = log.step(self.now) {
-                self.begin(step);
+                self.begin(log, step);
             }
         }
     }
@@ -531,7 +775,14 @@ mod tests {
             }
             // When everything works again, rows are taken again.
             for _ in 0..200 {
-                for act in [Act::WriteEnds { well: true }, Act::ReadEnds, Act::StepEnds { well: true }, Act::Wait] {
+                for act in [
+                    Act::WriteEnds { well: true },
+                    Act::ReadEnds,
+                    Act::MoveBegins { well: true },
+                    Act::MoveEnds,
+                    Act::StepEnds { well: true },
+                    Act::Wait,
+                ] {
                     world.act(&mut log, act);
                 }
                 if log.stopped().is_none() && matches!(log.place(ROW), Room::At { .. }) {

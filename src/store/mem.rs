@@ -338,7 +338,7 @@ impl Mem {
     pub fn list(&self) -> Vec<Found> {
         let found = |(name, image): (&String, &Image)| {
             let len = image.live.len() as u64;
-            Found { name: name.clone(), len, taken: len, is_file: true }
+            Found { name: name.clone(), len, taken: len, is_file: true, modified: 0 }
         };
         self.0.lock().files.iter().map(found).collect()
     }

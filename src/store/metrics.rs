@@ -25,6 +25,11 @@ pub struct Metrics {
     pub rows: IntGauge,
     pub segments: IntGauge,
     pub reclaimed: IntCounter,
+    /// Payload bytes copied out of segments that make room.
+    pub moved_bytes: IntCounter,
+    /// Rows offered and not kept, because what is held is worth more.
+    pub refused: IntCounter,
+    pub pinned_bytes: IntGauge,
     /// Rows that wait for the drive, by direction.
     pub queued_reads: IntGauge,
     pub queued_writes: IntGauge,
@@ -58,6 +63,13 @@ impl Metrics {
             rows: meter.gauge("store_rows", "Rows held"),
             segments: meter.gauge("store_segments", "Segment files"),
             reclaimed: meter.counter("store_segments_reclaimed_total", "Segments removed to make room"),
+            moved_bytes: meter
+                .counter("store_moved_bytes_total", "Payload bytes copied out of segments that make room"),
+            refused: meter.counter(
+                "store_rows_refused_total",
+                "Rows offered and not kept, because what is held is worth more",
+            ),
+            pinned_bytes: meter.gauge("store_pinned_bytes", "Bytes of rows that stay whatever needs room"),
             queued_reads: queued.with_label_values(&["read"]),
             queued_writes: queued.with_label_values(&["write"]),
             in_flight: meter.gauge("store_operations_in_flight", "Operations that the drive has"),

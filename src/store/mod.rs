@@ -34,6 +34,7 @@ mod slab;
 mod survey;
 mod verify;
 mod work;
+mod worth;
 
 #[cfg(test)]
 mod tests;
@@ -66,7 +67,7 @@ pub use self::survey::{BandUse, GroupUse, SegmentUse, SpaceUse, Survey};
 pub use self::verify::{Checked, Damage, Error as ShutError, Shut, Verification};
 use self::work::{Event, Facts, Mark, Request, Work};
 use crate::base::block::{RowItem, RowKey, Space};
-use crate::base::clock::{Clock, Micros};
+use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::fault::{Code, Fault};
 use crate::base::frame::Outcome;
 use crate::base::rows::{AreaId, Rows};
@@ -255,6 +256,8 @@ struct Inner {
     found: Vec<Fault>,
     /// Damage that the start has found, in sentences.
     damage: Vec<String>,
+    /// Seconds since 1970 at the clock's zero; 0 when its time is not the world's.
+    epoch: u64,
 }
 
 impl Drop for Inner {
@@ -297,6 +300,10 @@ impl Store {
         let mut opened = found.opened;
         opened.io = disk.name().to_owned();
         opened.notes.splice(0..0, notes.iter().cloned());
+        let epoch = match &clock {
+            Clock::Real(_) => unix_seconds().saturating_sub(clock.now().0 / 1_000_000),
+            Clock::Sim(_) => 0,
+        };
         let marks = load_marks(&files, &mut found.index, &mut opened);
         let metrics = Metrics::new(meter);
         metrics.damaged.inc_by(opened.damaged);
@@ -323,6 +330,7 @@ impl Store {
             log: found.log,
             handles: found.handles,
             marks,
+            epoch,
         });
         hands::thread("store", move || work.run(&events))?;
         let jobs = Arc::new(Semaphore::new(JOBS));
@@ -330,7 +338,7 @@ impl Store {
         let foreign = opened.foreign.iter().map(|note| Fault::new(Code::StoreForeign, note.clone()));
         let found = plain.chain(foreign).collect();
         let damage = opened.damage.clone();
-        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, found, damage })), opened))
+        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, found, damage, epoch })), opened))
     }
 
     /// Makes a row area known; its rows can be put and got from now on.
@@ -403,8 +411,14 @@ impl Store {
     /// A request has used this chain: the rows of its prompt, each with the tokens up to its end. What of it is held
     /// is worth more from now on.
     pub fn heat(&self, space: Space, chain: &[(RowKey, u32)], now: Micros) {
-        // A touch each until use counts.
-        let _ = (space, chain, now);
+        let now = seconds(self.0.epoch, now);
+        worth::touch(&mut self.0.shared.index.lock(), &space, chain, now);
+    }
+
+    /// From now on a row that was not used for so many days goes before all others when room is needed, in every
+    /// space. 0, as it is at first: never for that alone.
+    pub fn set_ttl_days(&self, days: u32) {
+        self.send(Event::Ttl((days > 0).then(|| days.saturating_mul(86_400))));
     }
 
     /// Keeps rows whatever else needs their room, this process's life and later ones. Keys that are not held are
@@ -555,6 +569,11 @@ impl Store {
     fn send(&self, event: Event) {
         let _ = self.0.events.send(event);
     }
+}
+
+/// A moment as rows remember it: seconds since 1970, or since a simulation's beginning.
+fn seconds(epoch: u64, now: Micros) -> u32 {
+    u32::try_from(epoch + now.0 / 1_000_000).unwrap_or(u32::MAX)
 }
 
 /// Reads what people said about rows, and takes out what they dropped.

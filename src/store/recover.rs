@@ -21,7 +21,7 @@ use super::index::{Index, Place};
 use super::log::{Limits, Log};
 use super::marks::{self, MARKS};
 use super::scan::{Budget, Guess, How, NoFoot, Scan, read_first, read_foot, scan};
-use super::{Error, Opened};
+use super::{Error, Opened, worth};
 
 /// Name of the identity's file.
 const IDENTITY: &str = "store";
@@ -71,6 +71,8 @@ struct Recovery<'a> {
     opened: Opened,
     /// Bytes of the folder that are no segments of ours.
     other: u64,
+    /// Bytes of the file of marks, which may grow.
+    small: u64,
     /// Of these, files with a segment's name and nobody's head.
     aside: Vec<Found>,
     next: Sequence,
@@ -78,15 +80,21 @@ struct Recovery<'a> {
 
 /// Reads a folder that is locked.
 pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, Error> {
-    let other = marks::reserve(capacity);
-    let mut recovery =
-        Recovery { files, opened: Opened::default(), other, aside: Vec::new(), next: Sequence(1) };
+    let mut recovery = Recovery {
+        files,
+        opened: Opened::default(),
+        other: 0,
+        small: 0,
+        aside: Vec::new(),
+        next: Sequence(1),
+    };
     let named = recovery.sort_files()?;
     let heads = recovery.read_heads(named);
     let store = recovery.identity(&heads)?;
     let segments = recovery.own(store, heads);
     let segments = recovery.fit(capacity, segments);
-    let limits = Limits { store, capacity, segment, other: recovery.other };
+    let reserve = marks::reserve(capacity);
+    let limits = Limits { store, capacity, segment, other: recovery.other, reserve };
     Ok(recovery.build(limits, segments))
 }
 
@@ -130,7 +138,7 @@ impl Recovery<'_> {
             } else if found.name == IDENTITY || found.name == LOCK {
                 self.other += found.taken;
             } else if found.name == MARKS {
-                // Its room is set aside already.
+                self.small = found.taken;
             } else {
                 self.other += found.taken;
                 let note = format!("{}: not a file of the store; it counts against the capacity", found.name);
@@ -217,7 +225,7 @@ impl Recovery<'_> {
     /// may have put files here. What was set aside goes first, then the oldest segments. Files that are not ours stay;
     /// when they alone exceed the capacity, removing ours would not bring it back.
     fn fit(&mut self, capacity: u64, segments: Vec<Segment>) -> Vec<Segment> {
-        let mut used = self.other + segments.iter().map(|s| s.found.taken).sum::<u64>();
+        let mut used = self.other + self.small + segments.iter().map(|s| s.found.taken).sum::<u64>();
         let mut aside: u64 = self.aside.iter().map(|found| found.taken).sum();
         for found in std::mem::take(&mut self.aside) {
             if (used > capacity || aside > capacity / ASIDE) && self.removed(&found.name) {
@@ -261,6 +269,7 @@ impl Recovery<'_> {
     fn build(mut self, limits: Limits, segments: Vec<Segment>) -> Recovered {
         let (files, store) = (self.files, limits.store);
         let mut log = Log::new(limits, self.next);
+        log.set_small(self.small);
         let mut index = Index::default();
         let newest = segments.last().map(|s| s.head.sequence);
         let guess = Guess::default();
@@ -281,11 +290,11 @@ impl Recovery<'_> {
                     if index.rows() == 0 {
                         index.reserve((entries.len() * segments.len()).min(AT_ONCE));
                     }
-                    entries.iter().for_each(|e| index.add(e.space, e.key, Place::of(head.sequence, e)));
+                    entries.iter().for_each(|e| add(&mut index, segment, e));
                 }
                 Told::Open(scan) => {
                     let entries = &scan.entries;
-                    entries.iter().for_each(|e| index.add(e.space, e.key, Place::of(head.sequence, e)));
+                    entries.iter().for_each(|e| add(&mut index, segment, e));
                     self.tell_torn(found, &scan);
                     if scan.partial {
                         // What could not be read may be there at the next start: nothing is written over it.
@@ -332,12 +341,13 @@ impl Recovery<'_> {
             let verify = matches!(why, NoFoot::Unsealed);
             scan(files, head, handle, found.len, How { verify, budget: Some(&budget) })
         };
-        in_order(files, &unlisted, look, |(Segment { head, found, .. }, why), scan| {
+        in_order(files, &unlisted, look, |(segment, why), scan| {
+            let Segment { head, found, .. } = *segment;
             for entry in &scan.entries {
                 // A newer segment may hold the same key, and has been listed already.
                 let newer = index.get(&entry.space, &entry.key).is_some_and(|p| p.sequence > head.sequence);
                 if !newer {
-                    index.add(entry.space, entry.key, Place::of(head.sequence, entry));
+                    add(index, segment, entry);
                 }
             }
             let (rows, rest) =
@@ -345,6 +355,16 @@ impl Recovery<'_> {
             self.damaged(format!("{}: {why}; {rows} rows used{rest}", found.name));
         });
     }
+}
+
+/// A segment lists this row. What was used when is not written down: a row counts as used when its segment was written
+/// last, or in the segments' order where no time is known.
+fn add(index: &mut Index, segment: &Segment, entry: &Entry) {
+    let Segment { head, found, .. } = segment;
+    let order = u32::try_from(head.sequence.0).unwrap_or(u32::MAX);
+    let since = if found.modified == 0 { order } else { found.modified };
+    let heat = worth::born(entry.position, since, false);
+    index.add_with(entry.space, entry.key, Place::of(head.sequence, entry), heat);
 }
 
 /// Does `work` for each item, several at a time, and hands the results on in the order of the items. A memory drive

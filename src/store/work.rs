@@ -1,24 +1,32 @@
 //! The owner of the log and of everything in flight: one thread that takes an event, applies it, and starts what can
 //! be started. Select, apply, advance; no lock but the two short ones of `Shared`, no wait but for the next event.
 //!
-//! Reads go before writes: an engine waits for a read, nobody waits for a write but the rows it holds. A write that
-//! has waited for [`PATIENCE`] goes first all the same, so that loads without end cannot keep rows pinned for ever.
+//! Reads go before writes: an engine waits for a read, nobody waits for a write but the rows it holds. While a write
+//! has waited for [`PATIENCE`], one goes with every [`READS_PER_WRITE`] reads all the same, so that loads without end
+//! cannot keep rows in use for ever, and a backlog cannot hold up loads. Rows of a job are read and land in the order
+//! of their positions.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+mod moves;
+mod words;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
+pub use self::moves::Fetched;
+use self::moves::{Judge, Move, Moves};
 use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
 use super::format::{
     Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, record_bytes, segment_name,
 };
 use super::hands::Hands;
-use super::index::{Index, Place};
+use super::index::Place;
 use super::log::{Log, Room, Step};
-use super::marks::{self, Full, MARKS, Marks, Point};
+use super::marks::Marks;
 use super::verify::{Checked, Damage};
+use super::worth::{self, Kind};
 use super::{Error, Shared};
 use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
 use crate::base::checksum::crc64;
@@ -26,10 +34,12 @@ use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::{AreaId, Rows};
-use crate::base::units::Bytes;
 
-/// Longest that reads may hold up a write.
+/// Age at which a write does not wait for all reads any more.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Reads that go between two such writes: the drive gives them at most a ninth of its time.
+const READS_PER_WRITE: u32 = 8;
 
 /// How often the clock is looked at while an attempt to write again is due. At other times the thread just waits.
 const TICK: Duration = Duration::from_millis(500);
@@ -86,17 +96,21 @@ pub enum Event {
     Detach(AreaId, oneshot::Sender<()>),
     Request(Request, OwnedSemaphorePermit),
     /// A row was blanked and summed.
-    Prepared(Write, u64),
+    Prepared(u64, Write, u64),
     /// The drive is through with an operation.
     Done(Done),
     /// A row that was read has been looked at.
     Verified(Box<Verified>),
+    /// A row that is to be moved has been looked at.
+    Fetched(Box<Fetched>),
     /// A file was made or removed.
     Stepped(Step, Result<(Option<Handle>, u64), String>),
     Mark(Space, Mark, Marked),
     /// What people said was written down, or could not be.
-    Saved(Vec<(Marked, u64)>, Result<(), String>),
+    Saved(Vec<(Marked, u64)>, Result<u64, String>),
     Pinned(oneshot::Sender<Vec<(Space, RowKey)>>),
+    /// Seconds without use after which a row expires.
+    Ttl(Option<u32>),
     Close(Option<oneshot::Sender<()>>),
 }
 
@@ -147,6 +161,8 @@ pub struct Write {
     key: RowKey,
     position: u32,
     since: Micros,
+    /// It was here before, and went.
+    back: bool,
 }
 
 /// For whom a row is read.
@@ -178,6 +194,8 @@ pub struct Verified {
 enum Flight {
     Read(Read),
     Write(Write, Sequence, Entry),
+    Fetch(Move),
+    Move(Move, Sequence, Entry),
     Step(Step),
 }
 
@@ -201,6 +219,8 @@ pub struct Parts {
     pub log: Log,
     pub handles: HashMap<Sequence, Handle>,
     pub marks: Marks,
+    /// Seconds of the wall at the clock's zero.
+    pub epoch: u64,
 }
 
 pub struct Work {
@@ -212,10 +232,18 @@ pub struct Work {
     /// Rows to be read back when nothing else is to be done.
     checks: VecDeque<Read>,
     writes: VecDeque<Write>,
-    ready: VecDeque<(Write, u64)>,
+    /// By ticket: the order in which they were offered, in which they also land.
+    ready: BTreeMap<u64, (Write, u64)>,
+    /// Tickets of rows being summed.
+    preparing: BTreeSet<u64>,
     /// With the hands: rows being summed, rows being verified, files being made or removed.
     with_hands: usize,
-    preparing: usize,
+    /// Reads that were started since the last write, and writes in flight.
+    reads_in_row: u32,
+    writes_in_flight: usize,
+    /// What rows are worth, and which of them are on the move.
+    judge: Judge,
+    moves: Moves,
     flights: HashMap<u64, Flight>,
     /// Keys between being offered and being whole or failed, with who else offered them meanwhile.
     pending: HashMap<(Space, RowKey), Vec<Slot>>,
@@ -224,6 +252,7 @@ pub struct Work {
     unsaved: Vec<(Marked, u64)>,
     next_job: u64,
     next_tag: u64,
+    next_ticket: u64,
     closing: Option<Vec<oneshot::Sender<()>>>,
 }
 
@@ -236,15 +265,20 @@ impl Work {
             reads: VecDeque::new(),
             checks: VecDeque::new(),
             writes: VecDeque::new(),
-            ready: VecDeque::new(),
+            ready: BTreeMap::new(),
+            preparing: BTreeSet::new(),
             with_hands: 0,
-            preparing: 0,
+            reads_in_row: 0,
+            writes_in_flight: 0,
+            judge: Judge::default(),
+            moves: Moves::default(),
             flights: HashMap::new(),
             pending: HashMap::new(),
             saving: false,
             unsaved: Vec::new(),
             next_job: 0,
             next_tag: 0,
+            next_ticket: 0,
             closing: None,
         };
         work.publish();
@@ -295,15 +329,19 @@ impl Work {
             Event::Attach(rows, answer) => drop(answer.send(self.attach(&rows))),
             Event::Detach(area, answer) => self.detach(area, answer),
             Event::Request(request, permit) => self.request(request, permit),
-            Event::Prepared(write, checksum) => {
+            Event::Prepared(ticket, write, checksum) => {
                 self.with_hands -= 1;
-                self.preparing -= 1;
-                self.ready.push_back((write, checksum));
+                self.preparing.remove(&ticket);
+                self.ready.insert(ticket, (write, checksum));
             }
             Event::Done(done) => self.done(done),
             Event::Verified(verified) => {
                 self.with_hands -= 1;
                 self.verified(*verified);
+            }
+            Event::Fetched(fetched) => {
+                self.with_hands -= 1;
+                self.fetched(*fetched);
             }
             Event::Stepped(step, result) => {
                 self.with_hands -= 1;
@@ -315,97 +353,13 @@ impl Work {
                 self.saving = false;
                 self.saved(answers, &result);
             }
+            Event::Ttl(ttl) => self.judge.ttl = ttl,
             Event::Pinned(answer) => drop(answer.send(self.parts.marks.pins().collect())),
             Event::Close(answer) => {
                 self.closing.get_or_insert_default().extend(answer);
                 self.drop_queued(None);
             }
         }
-    }
-
-    fn mark(&mut self, space: Space, mark: Mark, answer: Marked) {
-        if self.closing.is_some() {
-            let _ = answer.send(Err(Error::Closed));
-            return;
-        }
-        match self.apply_mark(space, mark) {
-            Err(error) => drop(answer.send(Err(error))),
-            Ok(0) => drop(answer.send(Ok(0))),
-            Ok(count) => {
-                self.unsaved.push((answer, count));
-                self.save_marks();
-            }
-        }
-    }
-
-    fn apply_mark(&mut self, space: Space, mark: Mark) -> Result<u64, Error> {
-        let (capacity, segment) = (self.parts.log.capacity(), self.parts.log.segment_bytes());
-        let limit = marks::limit(capacity, segment);
-        let refuse = |full| match full {
-            Full::Pins { pinned, wanted } => {
-                Error::TooManyPins { pinned: Bytes(pinned), wanted: Bytes(wanted), limit: Bytes(limit) }
-            }
-            Full::File => Error::TooManyMarks,
-        };
-        let marks = &mut self.parts.marks;
-        let mut index = self.parts.shared.index.lock();
-        let held = |index: &Index, keys: Vec<RowKey>| -> Vec<(RowKey, Place)> {
-            keys.into_iter().filter_map(|key| Some((key, index.get(&space, &key)?))).collect()
-        };
-        let gone = match mark {
-            Mark::Pin(keys) => {
-                let rows: Vec<_> =
-                    held(&index, keys).iter().map(|(key, place)| (*key, place.length)).collect();
-                return marks.pin(space, &rows, capacity, limit).map_err(refuse);
-            }
-            Mark::Unpin(keys) => return Ok(marks.unpin(space, &keys)),
-            Mark::Drop(keys) => {
-                let rows = held(&index, keys);
-                let points: Vec<_> = rows.iter().map(|(key, place)| (*key, Point::of(place))).collect();
-                marks.drop_rows(space, &points, capacity).map_err(refuse)?;
-                rows
-            }
-            Mark::Forget => {
-                let keys = index.subscribe(space).0.into_iter().map(|(key, _)| key).collect();
-                let rows = held(&index, keys);
-                if let Some(last) = rows.iter().map(|(_, place)| Point::of(place)).max() {
-                    marks.forget(space, last, capacity).map_err(refuse)?;
-                }
-                rows
-            }
-        };
-        Ok(gone.iter().filter(|(key, place)| index.remove(&space, key, place)).count() as u64)
-    }
-
-    /// One version of the file at a time; what is said meanwhile goes into the next.
-    fn save_marks(&mut self) {
-        if self.saving || self.unsaved.is_empty() {
-            return;
-        }
-        self.saving = true;
-        self.with_hands += 1;
-        if let Some(oldest) = self.parts.log.oldest() {
-            self.parts.marks.prune(oldest);
-        }
-        let (answers, bytes) = (std::mem::take(&mut self.unsaved), self.parts.marks.encode());
-        let (files, events) = (self.parts.files.clone(), self.parts.events.clone());
-        self.parts.hands.give(move || {
-            let result = files.replace(MARKS, &bytes).map_err(|e| e.to_string());
-            drop(files);
-            let _ = events.send(Event::Saved(answers, result));
-        });
-    }
-
-    fn saved(&mut self, answers: Vec<(Marked, u64)>, result: &Result<(), String>) {
-        if let Err(reason) = result {
-            tracing::error!(%reason, "failed to save pins and drops");
-        }
-        // Figures first: whoever has the answer finds them.
-        self.publish();
-        for (answer, count) in answers {
-            let _ = answer.send(result.clone().map(|()| count).map_err(Error::NotSaved));
-        }
-        self.save_marks();
     }
 
     fn attach(&mut self, rows: &Rows) -> Result<(), Error> {
@@ -418,6 +372,8 @@ impl Work {
         }
         let area = || Area { space: rows.space, busy: 0, detaching: Vec::new() };
         self.areas.entry(rows.id).or_insert_with(area);
+        let kind = |&(tokens, state): &(u32, bool)| Kind { tokens, state };
+        self.judge.kinds.insert(rows.space, rows.kinds().iter().map(kind).collect());
         Ok(())
     }
 
@@ -467,12 +423,15 @@ impl Work {
                 self.writes.push_back(write);
             }
         }
-        for (write, sum) in std::mem::take(&mut self.ready) {
+        for (ticket, (write, sum)) in std::mem::take(&mut self.ready) {
             if concerns(&write.rows) {
                 self.write_failed(&write, reason);
             } else {
-                self.ready.push_back((write, sum));
+                self.ready.insert(ticket, (write, sum));
             }
+        }
+        if only.is_none() {
+            self.drop_moves();
         }
     }
 
@@ -480,8 +439,10 @@ impl Work {
         match request {
             Request::Put { rows, items, reply } => {
                 let job = self.begin_job(&rows, items.len(), reply, permit);
-                for (index, item) in in_order(&items) {
-                    self.offer(Slot { job, index }, &rows, &item, &items);
+                let ordered = in_order(&items);
+                let refuses = self.refuses(&rows, &ordered);
+                for (index, item) in ordered {
+                    self.offer(Slot { job, index }, &rows, &item, &items, refuses);
                 }
                 self.finish_job_if_done(job);
             }
@@ -540,7 +501,7 @@ impl Work {
     }
 
     /// A row is offered.
-    fn offer(&mut self, slot: Slot, rows: &Arc<Rows>, item: &RowItem, items: &[RowItem]) {
+    fn offer(&mut self, slot: Slot, rows: &Arc<Rows>, item: &RowItem, items: &[RowItem], refuses: bool) {
         if let Err(reason) = self.may_touch(rows, item) {
             return self.fail(slot, reason);
         }
@@ -554,7 +515,10 @@ impl Work {
         if mutant::on(Mutant::WrongGroup) {
             key.group = GroupId(key.group.0 + 1);
         }
-        if self.parts.shared.index.lock().get(&space, &key).is_some() {
+        let now = self.seconds();
+        let held =
+            self.parts.shared.index.lock().heat_mut(&space, &key).map(|heat| heat.last = heat.last.max(now));
+        if held.is_some() {
             return self.resolve(slot, Outcome::Held);
         }
         if let Some(others) = self.pending.get_mut(&(space, key)) {
@@ -567,10 +531,22 @@ impl Work {
         if self.parts.shared.wear.lock().spent_until(unix_seconds()).is_some() {
             return self.fail(slot, "write_budget");
         }
+        if refuses {
+            return self.refuse(slot, &space, &key);
+        }
+        let back = self.judge.ghosts.take(&space, &key);
         self.pending.insert((space, key), Vec::new());
         let since = self.parts.clock.now();
-        let write =
-            Write { slot, rows: rows.clone(), row: item.row, space, key, position: item.position, since };
+        let write = Write {
+            slot,
+            rows: rows.clone(),
+            row: item.row,
+            space,
+            key,
+            position: item.position,
+            since,
+            back,
+        };
         self.writes.push_back(write);
     }
 
@@ -590,23 +566,29 @@ impl Work {
     /// Starts what can be started.
     fn advance(&mut self) {
         self.advance_log();
-        self.prepare_writes();
-        while self.flights.len() < self.parts.depth && self.start_one() {}
-        self.advance_log();
+        loop {
+            self.prepare_writes();
+            while self.flights.len() < self.parts.depth && self.start_one() {}
+            if !self.advance_log() {
+                return;
+            }
+        }
     }
 
     /// False when there is nothing that can be started.
     fn start_one(&mut self) -> bool {
         let now = self.parts.clock.now();
-        let impatient = self.ready.front().is_some_and(|(write, _)| now.since(write.since) > PATIENCE);
-        if impatient && self.start_next_write() {
+        let waits = self.ready.first_key_value();
+        let aged = waits.is_some_and(|(_, (write, _))| now.since(write.since) > PATIENCE);
+        if aged && self.reads_in_row >= READS_PER_WRITE && self.start_writing() {
             return true;
         }
         if let Some(read) = self.reads.pop_front() {
+            self.reads_in_row = self.reads_in_row.saturating_add(1);
             self.start_read(read);
             return true;
         }
-        if self.start_next_write() {
+        if self.start_writing() {
             return true;
         }
         let Some(check) = self.checks.pop_front() else { return false };
@@ -614,22 +596,40 @@ impl Work {
         true
     }
 
-    fn start_next_write(&mut self) -> bool {
-        match self.ready.pop_front() {
-            Some((write, checksum)) => self.start_write(write, checksum),
-            None => false,
+    /// Starts something of the second class: rows on the move first, because new ones may wait for their room. Half of
+    /// the drive's slots stay free for reads that come meanwhile.
+    fn start_writing(&mut self) -> bool {
+        if self.writes_in_flight >= self.parts.depth.div_ceil(2) {
+            return false;
         }
+        let started = self.start_move() || self.start_next_write();
+        if started {
+            self.reads_in_row = 0;
+        }
+        started
+    }
+
+    /// The next write is the one with the lowest ticket, also of those still being summed.
+    fn start_next_write(&mut self) -> bool {
+        let Some((&ticket, _)) = self.ready.first_key_value() else { return false };
+        if self.preparing.first().is_some_and(|&earlier| earlier < ticket) {
+            return false;
+        }
+        let (write, checksum) = self.ready.remove(&ticket).expect("looked at just now");
+        self.start_write(ticket, write, checksum)
     }
 
     /// Keeps as many rows summed as the drive can take, and no more: they are summed late so that they fail early.
     fn prepare_writes(&mut self) {
         while let Some(next) = self.writes.front()
-            && self.preparing + self.ready.len()
+            && self.preparing.len() + self.ready.len()
                 < self.parts.depth.min((AHEAD / next.rows.row_bytes()).max(AHEAD_FEWEST))
         {
             let write = self.writes.pop_front().expect("looked at just now");
             self.with_hands += 1;
-            self.preparing += 1;
+            self.next_ticket += 1;
+            let ticket = self.next_ticket;
+            self.preparing.insert(ticket);
             let events = self.parts.events.clone();
             self.parts.hands.give(move || {
                 if !mutant::on(Mutant::KeepForeignBytes) {
@@ -637,18 +637,18 @@ impl Work {
                     write.rows.blank_uncovered(write.row, group.0);
                 }
                 let checksum = write.rows.look(write.row, |bytes| crc64(&[bytes]));
-                let _ = events.send(Event::Prepared(write, checksum));
+                let _ = events.send(Event::Prepared(ticket, write, checksum));
             });
         }
     }
 
     /// False when it has to wait for room.
-    fn start_write(&mut self, write: Write, checksum: u64) -> bool {
+    fn start_write(&mut self, ticket: u64, write: Write, checksum: u64) -> bool {
         let length = u32::try_from(write.rows.row_bytes()).expect("a row is at most 1 GiB");
         let (sequence, page) = match self.parts.log.place(length) {
             Room::At { sequence, page } => (sequence, page),
             Room::Wait => {
-                self.ready.push_front((write, checksum));
+                self.ready.insert(ticket, (write, checksum));
                 return false;
             }
             Room::Never => {
@@ -668,6 +668,7 @@ impl Work {
             Body::Row { rows: write.rows.clone(), row: write.row, len: write.rows.row_bytes() - dropped };
         let offset = u64::from(page) * PAGE64;
         let head = Buffer::of(&record.encode());
+        self.writes_in_flight += 1;
         self.submit(Verb::Write, sequence, offset, head, body, Flight::Write(write, sequence, entry));
         true
     }
@@ -676,6 +677,14 @@ impl Work {
         let late = |d: Micros| self.parts.clock.now() > d;
         if matches!(read.reader, Reader::Row { deadline: Some(d), .. } if late(d)) {
             return self.read_failed(read, "deadline");
+        }
+        let given_up = match &read.reader {
+            Reader::Row { slot, .. } => self.jobs.get(&slot.job).is_some_and(|job| job.reply.is_closed()),
+            Reader::Peer { reply, .. } => reply.is_closed(),
+            Reader::Check { reply, .. } => reply.is_closed(),
+        };
+        if given_up {
+            return self.read_failed(read, "given_up");
         }
         let (place, before) = {
             let index = self.parts.shared.index.lock();
@@ -730,9 +739,16 @@ impl Work {
         match flight {
             Flight::Write(write, sequence, entry) => {
                 drop(op);
+                self.writes_in_flight -= 1;
                 self.wrote(&write, sequence, entry, result);
             }
             Flight::Read(read) => self.have_read(read, op, result),
+            Flight::Fetch(row) => self.have_fetched(row, op, result),
+            Flight::Move(row, sequence, entry) => {
+                drop(op);
+                self.writes_in_flight -= 1;
+                self.moved(row, sequence, entry, result);
+            }
             Flight::Step(step) => {
                 drop(op);
                 self.step_ended(&step, result.map(|()| 0).map_err(|e| say(&step, &e)));
@@ -750,7 +766,8 @@ impl Work {
             return;
         }
         self.parts.log.written(sequence, entry);
-        self.parts.shared.index.lock().add(write.space, write.key, Place::of(sequence, &entry));
+        let heat = worth::born(write.position, self.seconds(), write.back);
+        self.parts.shared.index.lock().add_with(write.space, write.key, Place::of(sequence, &entry), heat);
         self.parts.shared.metrics.written_bytes.inc_by(entry.length.into());
         self.parts.shared.wear.lock().wrote(record_bytes(entry.length), unix_seconds());
         self.resolve(write.slot, Outcome::Stored);
@@ -764,9 +781,10 @@ impl Work {
         for write in std::mem::take(&mut self.writes) {
             self.write_failed(&write, "read_only");
         }
-        for (write, _) in std::mem::take(&mut self.ready) {
+        for (_, (write, _)) in std::mem::take(&mut self.ready) {
             self.write_failed(&write, "read_only");
         }
+        self.drop_moves();
     }
 
     fn have_read(&mut self, read: Read, op: Op, result: std::io::Result<()>) {
@@ -799,6 +817,10 @@ impl Work {
         if !matches!(read.reader, Reader::Check { .. }) {
             self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
             self.parts.shared.wear.lock().read(record.length.into(), unix_seconds());
+            let now = self.seconds();
+            if let Some(heat) = self.parts.shared.index.lock().heat_mut(&read.space, &read.key) {
+                heat.last = heat.last.max(now);
+            }
         }
         match (read.reader, body) {
             (Reader::Row { slot, .. }, body) => {
@@ -879,6 +901,10 @@ impl Work {
                 Outcome::Failed | Outcome::FromPeer => {}
             }
         }
+        self.settle(slot, outcome);
+    }
+
+    fn settle(&mut self, slot: Slot, outcome: Outcome) {
         let job = self.jobs.get_mut(&slot.job).expect("a job stays until all of its items have an outcome");
         job.outcomes[slot.index] = outcome;
         job.left -= 1;
@@ -901,16 +927,19 @@ impl Work {
         }
     }
 
-    /// Does what the log wants done.
-    fn advance_log(&mut self) {
+    /// Does what the log wants done. Says whether there was anything.
+    fn advance_log(&mut self) -> bool {
+        let mut any = false;
         while self.closing.is_none()
             && let Some(step) = self.parts.log.step(self.parts.clock.now())
         {
             self.begin_step(step);
+            any = true;
         }
         if self.parts.log.stopped().is_some() {
             self.fail_writes();
         }
+        any
     }
 
     fn begin_step(&mut self, step: Step) {
@@ -929,10 +958,8 @@ impl Work {
                     Flight::Step(step),
                 );
             }
-            Step::Forget(sequence) => {
-                let rows = self.parts.shared.index.lock().forget(sequence);
-                tracing::info!(segment = sequence.0, rows, "making room: the oldest segment goes");
-            }
+            Step::Choose { room } => self.choose(room),
+            Step::Forget(sequence) => self.forget(sequence),
             Step::Remove(sequence) => {
                 // The last descriptor goes before the name: then the room is free when the removal has ended.
                 self.parts.handles.remove(&sequence);
@@ -1008,12 +1035,13 @@ impl Work {
             facts.attached = self.areas.values().map(|a| a.space).collect();
         }
         (facts.pinned, facts.pinned_bytes) = self.parts.marks.pinned();
+        metrics.pinned_bytes.set(i64::try_from(facts.pinned_bytes).unwrap_or(i64::MAX));
         let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         metrics.used_bytes.set(i64::try_from(facts.used).unwrap_or(i64::MAX));
         metrics.rows.set(i64::try_from(rows).unwrap_or(i64::MAX));
         metrics.segments.set(count(facts.segments));
         metrics.queued_reads.set(count(self.reads.len()));
-        metrics.queued_writes.set(count(self.writes.len() + self.preparing + self.ready.len()));
+        metrics.queued_writes.set(count(self.writes.len() + self.preparing.len() + self.ready.len()));
         metrics.in_flight.set(count(self.flights.len()));
         metrics.read_only.set(i64::from(facts.read_only.is_some()));
     }
@@ -1054,7 +1082,7 @@ fn say(step: &Step, error: &std::io::Error) -> String {
         Step::Foot { .. } => "seal a segment",
         Step::Remove(_) => "remove a segment",
         Step::Create(_) => "make a segment",
-        Step::Forget(_) => "forget a segment",
+        Step::Choose { .. } | Step::Forget(_) => "make room",
     };
     format!("failed to {what}: {error}")
 }

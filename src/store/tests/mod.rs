@@ -10,6 +10,7 @@ mod life;
 mod patrol;
 mod restart;
 mod rows;
+mod worth;
 
 use std::collections::HashMap;
 use std::sync::Arc;
