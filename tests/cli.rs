@@ -266,3 +266,53 @@ fn status_of_a_node_that_is_down_or_is_none_is_exit_code_2() {
     assert_eq!(out.status.code(), Some(2));
     assert!(text(&out.stderr).contains("no running node answers at"), "{}", text(&out.stderr));
 }
+
+#[test]
+fn bench_store_measures_says_what_it_writes_and_leaves_nothing() {
+    let beside = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let (dir, memory) = (tempfile::tempdir_in(beside).unwrap(), tempfile::tempdir_in(beside).unwrap());
+    let (here, there) = (dir.path().to_str().unwrap(), memory.path().to_str().unwrap());
+    let words = ["bench", "store", "--json", "--quick", "--rounds", "1", "--amount", "4MiB", "--dir", here];
+    let words = [&words[..], &["--memory", there, "--python", "/no/python"]].concat();
+    let out = run(&words, &[]);
+    let talk = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(0), "{talk}");
+    for said in ["will write", "are free", "without vLLM's fs tier: /no/python"] {
+        assert!(talk.contains(said), "{said}: {talk}");
+    }
+    let report: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    let keys = |of: &serde_json::Value| of.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    let mut expected = ["rows", "restart_rows", "restart_s", "lookup_4000_ms", "bytes_per_row"];
+    expected.sort_unstable();
+    assert_eq!(keys(&report), expected);
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 4);
+    let media: Vec<_> = rows.iter().map(|row| row["medium"].as_str().unwrap()).collect();
+    assert_eq!(media, ["drive", "drive", "shm", "shm"]);
+    for row in rows {
+        assert_eq!(keys(row).len(), 7);
+        assert!(
+            row["read_ratio"].as_f64().unwrap() > 0.0 && row["write_ratio"].as_f64().unwrap() > 0.0,
+            "{row}"
+        );
+        assert!(row["extra_cpu_s_per_gb"].is_number() && row["vllm_fs_read_ratio"].is_null(), "{row}");
+    }
+    assert_eq!(report["restart_rows"], 10_000);
+    assert!(report["restart_s"].as_f64().unwrap() > 0.0);
+    for folder in [&dir, &memory] {
+        assert_eq!(std::fs::read_dir(folder).unwrap().count(), 0, "nothing is left");
+    }
+}
+
+#[test]
+fn bench_store_refuses_what_it_cannot_do() {
+    for (words, code, said) in
+        [(["--dir", "/no/such/folder"], 64, "no such folder"), (["--dir", "/proc"], 1, "/proc")]
+    {
+        let words = [&["bench", "store", "--quick"][..], &words].concat();
+        let out = run(&words, &[]);
+        let talk = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(code), "{talk}");
+        assert!(talk.contains(said), "{talk}");
+    }
+}

@@ -12,6 +12,7 @@
 mod fs;
 mod place;
 mod raw;
+mod restart;
 mod stats;
 mod store;
 
@@ -25,6 +26,7 @@ use tokio_util::sync::CancellationToken;
 pub use self::fs::python_under;
 use self::place::Place;
 use self::raw::Way;
+pub use self::restart::inside as restart_inside;
 use self::stats::Direction;
 pub use self::stats::Spread;
 use crate::base::rows::Rows;
@@ -51,6 +53,10 @@ pub struct Options {
     pub amount: Bytes,
     /// A Python that can import vLLM, or why there is none.
     pub python: Result<PathBuf, String>,
+    /// Rows of the store that a start is measured with; 0 leaves it out.
+    pub restart_rows: u64,
+    /// This program, to be started anew for it.
+    pub program: PathBuf,
     /// How the store is set up beside its folder; the shipped defaults are what counts.
     pub store: settings::Store,
 }
@@ -69,6 +75,8 @@ pub enum Error {
     Rows { other: usize, of: usize },
     #[error("a row that was got back is not the row that was put")]
     WrongBytes,
+    #[error("the restarted store failed: {0}")]
+    Restart(String),
     #[error("interrupted")]
     Interrupted,
 }
@@ -116,14 +124,20 @@ pub struct Figures {
 }
 
 /// All of it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     pub rows: Vec<Row>,
     pub restart_rows: Option<u64>,
     pub restart_s: Option<f64>,
     pub lookup_4000_ms: Option<f64>,
     pub bytes_per_row: Option<f64>,
+    /// Spread of `restart_s` over the starts.
+    #[serde(skip)]
+    pub restart_seen: Option<Spread>,
 }
+
+/// Starts that the restart figure is the median of.
+const STARTS: usize = 3;
 
 /// CPU seconds that this process has taken, the kernel's work for it included.
 pub(crate) fn cpu_seconds() -> f64 {
@@ -148,7 +162,27 @@ pub async fn run(options: &Options, stop: &CancellationToken, say: &dyn Fn(&str)
             rows.push(one(options, medium, place.path(), row_bytes, &mut tier, stop, say).await?);
         }
     }
-    Ok(Report { rows, restart_rows: None, restart_s: None, lookup_4000_ms: None, bytes_per_row: None })
+    let mut report = Report { rows, ..Report::default() };
+    if options.restart_rows > 0 {
+        restarted(options, &mut report, say).await?;
+    }
+    if stop.is_cancelled() { Err(Error::Interrupted) } else { Ok(report) }
+}
+
+/// Adds what a start takes on the drive.
+async fn restarted(options: &Options, report: &mut Report, say: &dyn Fn(&str)) -> Result<(), Error> {
+    say(&format!("Restart with {} rows: {STARTS} starts of a new process", options.restart_rows));
+    let folder = &options.folder;
+    let place = Place::under(folder).map_err(|e| Error::Folder(folder.to_owned(), e))?;
+    let all = restart::measure(&options.program, &place.path().join("restart"), options.restart_rows, STARTS)
+        .await?;
+    let median = |of: fn(&restart::Started) -> f64| Spread::of(all.iter().map(of)).map(|s| s.median);
+    report.restart_rows = all.first().map(|started| started.inside.rows);
+    report.restart_seen = Spread::of(all.iter().map(|started| started.seconds));
+    report.restart_s = report.restart_seen.map(|s| s.median);
+    report.lookup_4000_ms = median(|started| started.inside.lookup_4000_ms);
+    report.bytes_per_row = median(|started| started.inside.bytes_per_row);
+    Ok(())
 }
 
 /// vLLM's tier, when it can be had.

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::out::{Exit, Out, Told, say};
 use crate::base::units::Bytes;
-use crate::bench::{self, Figures, Medium, Report};
+use crate::bench::{self, Figures, Medium, Report, Spread};
 use crate::engine::provision;
 use crate::settings;
 use crate::tasks::{Kind, Tasks};
@@ -20,6 +20,19 @@ use crate::tasks::{Kind, Tasks};
 pub(super) enum Bench {
     /// Measure the store beside what the drive does without it, in one run.
     Store(Store),
+    /// One start of a store that was made to be measured; `store` starts it.
+    #[command(hide = true)]
+    Restart(Restart),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Restart {
+    #[arg(long)]
+    dir: PathBuf,
+    #[arg(long)]
+    rows: u64,
+    #[arg(long)]
+    capacity: u64,
 }
 
 #[derive(Debug, Args)]
@@ -69,17 +82,19 @@ fn row_bytes(text: &str) -> Result<u32, String> {
 }
 
 impl Store {
-    fn options(&self) -> bench::Options {
-        let (sizes, rounds, amount) = if self.quick {
-            (vec![bench::ROW_BYTES[0], bench::ROW_BYTES[1]], 2, Bytes::mib(16))
+    fn options(&self, program: PathBuf) -> bench::Options {
+        let (sizes, rounds, amount, restart_rows) = if self.quick {
+            (vec![bench::ROW_BYTES[0], bench::ROW_BYTES[1]], 2, Bytes::mib(16), 10_000)
         } else {
-            (bench::ROW_BYTES.to_vec(), 5, Bytes::mib(512))
+            (bench::ROW_BYTES.to_vec(), 5, Bytes::mib(512), 1_000_000)
         };
         let mut store = settings::Store::default();
         store.segment = self.segment.unwrap_or(store.segment);
         store.queue_depth = self.queue_depth.unwrap_or(store.queue_depth);
         bench::Options {
             store,
+            restart_rows,
+            program,
             folder: self.dir.clone(),
             memory: Some(self.memory.clone()),
             row_bytes: if self.row.is_empty() { sizes } else { self.row.clone() },
@@ -110,7 +125,8 @@ pub(super) fn store(order: &Store) -> anyhow::Result<Exit> {
             }
             heard.cancel();
         });
-        anyhow::Ok(bench::run(&order.options(), &stop, &say).await?)
+        let program = std::env::current_exe()?;
+        anyhow::Ok(bench::run(&order.options(program), &stop, &say).await?)
     })?;
     let mut out = Out::new();
     if order.json {
@@ -122,6 +138,20 @@ pub(super) fn store(order: &Store) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
+pub(super) fn restart(order: &Restart) -> anyhow::Result<Exit> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut out = Out::new();
+    let mut told = Ok(());
+    let mut say = |line: &str| {
+        let line = out.line(line).and_then(|()| out.done());
+        told = std::mem::replace(&mut told, Ok(())).and(line);
+    };
+    let (dir, capacity) = (&order.dir, Bytes(order.capacity));
+    runtime.block_on(bench::restart_inside(dir, capacity, order.rows, &mut say))?;
+    told?;
+    Ok(Exit::Done)
+}
+
 fn table(report: &Report, out: &mut Out) -> std::io::Result<()> {
     out.line("medium  row bytes  way    ceiling       depth  store/ceiling        extra CPU s/GB       vLLM fs/ceiling")?;
     for row in &report.rows {
@@ -130,11 +160,20 @@ fn table(report: &Report, out: &mut Out) -> std::io::Result<()> {
             out.line(format!("{medium:6}  {:9}  {way:5}  {}", row.row_bytes, line(figures)).trim_end())?;
         }
     }
+    if let (Some(rows), Some(seen)) = (report.restart_rows, report.restart_seen) {
+        let Spread { median, least, most } = seen;
+        out.line(&format!(
+            "restart with {rows} rows: {median:.2} s ({least:.2}..{most:.2}) from exec to the first row"
+        ))?;
+    }
+    if let (Some(ms), Some(bytes)) = (report.lookup_4000_ms, report.bytes_per_row) {
+        out.line(&format!("lookup of 4000 keys: {ms:.2} ms; {bytes:.0} bytes of memory per row"))?;
+    }
     Ok(())
 }
 
 fn line(figures: &Figures) -> String {
-    let spread = |of: Option<bench::Spread>| {
+    let spread = |of: Option<Spread>| {
         of.map_or("-".to_owned(), |s| format!("{:.2} ({:.2}..{:.2})", s.median, s.least, s.most))
     };
     let ceiling = figures.ceiling.map_or(0.0, |s| s.median / 1e6);
