@@ -191,7 +191,7 @@ struct Sim {
     #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "worth,lru,s3fifo,sieve",
         value_parser = sim::policy)]
     policy: Vec<Policy>,
-    /// Sessions that are open at a time, on average.
+    /// Sessions that a request finds open, its own among them, on average.
     #[arg(long, value_name = "NUMBER", default_value_t = 8.0)]
     sessions_at_once: f64,
     /// When sessions start follows from it: same seed, same figures.
