@@ -361,6 +361,7 @@ pub fn parse_segment_name(name: &str) -> Option<Sequence> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::laws;
     use super::*;
     use crate::base::block::{BlockHash, GroupId};
     use proptest::prelude::*;
@@ -393,6 +394,20 @@ mod tests {
 
     fn record(space: Space, key: RowKey, position: u32, length: u32, checksum: u64) -> Record {
         Record { store: STORE, sequence: Sequence(7), space, key, position, length, checksum }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn the_laws_hold_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..6000),
+                                       sparse in proptest::collection::vec(prop_oneof![9 => Just(0), 1 => any::<u8>()], 0..200)) {
+            for bytes in [bytes, sparse] {
+                laws::identity(&bytes);
+                laws::head(&bytes);
+                laws::record(&bytes);
+                laws::foot(&bytes);
+            }
+        }
     }
 
     proptest! {

@@ -20,6 +20,8 @@ mod format;
 mod hands;
 mod index;
 mod inspect;
+#[cfg(any(test, fuzzing))]
+pub mod laws;
 mod log;
 mod marks;
 mod mem;

@@ -9,7 +9,7 @@ use super::*;
 pub const OTHER: Space = Space { namespace: Namespace([9; 32]), rank: Rank { index: 1, of: 2 } };
 
 /// The spaces, and the bytes of their rows.
-const SIDES: [(Space, u32); 2] = [(SPACE, 4096), (OTHER, 8192)];
+pub const SIDES: [(Space, u32); 2] = [(SPACE, 4096), (OTHER, 8192)];
 
 /// Rows of each space that a life offers before and after its restart.
 const ROWS: [u32; 2] = [66, 22];
@@ -37,6 +37,10 @@ impl Areas {
             // A store that is closed by now says so by failing everything else.
             let _ = store.attach(rows).await;
         }
+    }
+
+    pub fn id(&self, side: usize) -> AreaId {
+        self.0[side].id
     }
 
     /// Offers a few rows of one space. One outcome each.

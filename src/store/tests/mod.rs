@@ -7,9 +7,11 @@ mod disks;
 mod faults;
 mod flips;
 mod life;
+mod oracle;
 mod patrol;
 mod restart;
 mod rows;
+mod soak;
 mod worth;
 
 use std::collections::HashMap;
