@@ -27,7 +27,9 @@ fn help_lists_what_a_person_needs_and_hides_the_rest() {
     let out = run(&["--help"], &[]);
     assert_eq!(out.status.code(), Some(0));
     let help = text(&out.stdout);
-    for word in ["up", "status", "config", "Exit codes: 0 done, 1 failed, 2 not found or not healthy, 64"] {
+    for word in
+        ["up", "status", "store", "config", "Exit codes: 0 done, 1 failed, 2 not found or not healthy, 64"]
+    {
         assert!(help.contains(word), "{word}: {help}");
     }
     for word in ["guard", "mock-engine", "The node alone"] {
@@ -76,6 +78,13 @@ fn every_kind_of_mistake_has_its_exit_code() {
             "the settings are fine (profile cpu-tiny",
         ),
         (vec!["status", "--root", root], 2, "no running node"),
+        (vec!["store"], 64, "Usage"),
+        (vec!["store", "ls", "--root", root], 2, "no node answers, and there is no store in"),
+        (vec!["store", "verify", "--root", root], 2, "no node answers, and there is no store in"),
+        (vec!["store", "du", "--root", root, "--limit", "3"], 64, "--limit"),
+        (vec!["store", "pin", "--root", root], 64, "name the rows: ids of requests, --key HEX, or --space"),
+        (vec!["store", "drop", "--root", root, "r1"], 2, "no running node"),
+        (vec!["store", "prune"], 64, "prune"),
         (vec!["status", "--root", root, "--url", "ftp://x"], 64, "http://"),
     ] {
         let out = run(&words, &[]);

@@ -422,6 +422,7 @@ async fn what_is_too_late_fails_and_never_lands() {
     // The engine reuses what failed at once: whatever the node still had in flight would show.
     let failed: Vec<u32> = (0..ROWS).filter(|&row| !outcomes[row as usize].is_ok()).collect();
     assert!(failed.len() > ROWS as usize / 2, "a microsecond is not enough for {ROWS} rows: {outcomes:?}");
+    assert_eq!(house.door.status().broken["deadline"], failed.len() as u64, "each was promised");
     for &row in &failed {
         engine.area.fill(row, |b| b.fill(0x33));
     }
@@ -583,6 +584,10 @@ async fn a_damaged_row_fails_alone_and_leaves_the_table() {
             assert!(engine.row(n + 30) == bytes(n), "row {n}");
         }
     }
+    let broken = house.door.status().broken;
+    assert_eq!((broken["damaged"], broken.values().sum::<u64>()), (1, 1), "{broken:?}");
+    let series = "sparkkv_door_broken_promises_total{reason=\"damaged\"} 1";
+    assert!(house.meter.text().contains(series), "a rate can be taken of it");
     house.close().await;
 }
 
@@ -597,6 +602,8 @@ async fn a_full_drive_fails_stores_and_goes_on_loading() {
     assert_eq!(engine.client.table.holders(&key(3)), 0);
     assert_eq!(engine.load(&[(2, 9), (3, 10)], 0).await, [Outcome::FromDrive, Outcome::Failed]);
     assert!(engine.row(9) == bytes(2));
+    assert_eq!(house.door.status().broken["reclaimed"], 1, "nobody holds it any more");
+    assert_eq!(house.door.faults(), [], "one row is no reason to get up");
     house.close().await;
 }
 
@@ -682,6 +689,7 @@ async fn rows_of_the_other_node_are_in_the_table_and_come_with_those_of_the_own_
     until("the farewell of a", || (0..10).all(|n| table.holders(&key(n)) == 0)).await;
     assert_eq!(table.holders(&key(16)), 1);
     assert_eq!(engine_b.load(&[(3, 5), (16, 6)], 1_000_000).await, [Outcome::Failed, Outcome::FromDrive]);
+    assert_eq!(b.door.status().broken["peer_gone"], 1);
     b.close().await;
 }
 
