@@ -964,7 +964,10 @@ impl Work {
                 // The last descriptor goes before the name: then the room is free when the removal has ended.
                 self.parts.handles.remove(&sequence);
                 self.file_step(step, move |files| {
+                    // Durable before a new segment takes its room: after a power cut both would be there, and a start
+                    // could not tell which of them was meant to go.
                     files.remove(&segment_name(sequence))?;
+                    files.sync()?;
                     Ok((None, 0))
                 });
             }
