@@ -203,9 +203,11 @@ impl Recovery<'_> {
         error: std::io::Error,
         heads: &[(Head, Found, Handle)],
     ) -> Result<StoreId, Error> {
-        let store = majority(heads).ok_or(Error::Io(error))?;
-        self.damaged(format!("{IDENTITY}: it could not be read; taken from the segments"));
-        Ok(store)
+        // Where a folder stands there never was an identity that could come back.
+        let lost = error.kind() == std::io::ErrorKind::IsADirectory;
+        let known = majority(heads).or_else(|| lost.then(|| StoreId(rand::random())));
+        self.damaged(format!("{IDENTITY}: it could not be read ({error}); taken from the segments"));
+        known.ok_or(Error::Io(error))
     }
 
     /// Segments that this store wrote.
