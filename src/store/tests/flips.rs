@@ -204,7 +204,7 @@ impl Target {
             match &self.place.disk {
                 DiskKind::Mem(mem) => mem.put_file(name, segment.bytes.clone()),
                 DiskKind::Real => {
-                    std::fs::write(self.place.folder.path().join(name), &segment.bytes).unwrap()
+                    std::fs::write(self.place.folder.path().join(name), &segment.bytes).unwrap();
                 }
             }
         }
