@@ -48,6 +48,7 @@ impl Part {
 
 struct Segment {
     name: String,
+    bytes: Vec<u8>,
     parts: Vec<Part>,
     is_sealed: bool,
 }
@@ -68,7 +69,7 @@ impl Segment {
             parts[foot..].fill(Part::Foot);
             *parts.last_mut().unwrap() = Part::Trailer;
         }
-        Self { name, parts, is_sealed: trailer.is_ok() }
+        Self { name, bytes: bytes.to_vec(), parts, is_sealed: trailer.is_ok() }
     }
 
     fn rows(&self) -> impl Iterator<Item = u32> {
@@ -194,8 +195,19 @@ impl Target {
         assert_eq!(status.damaged - opened.damaged, single, "{status:?}, {opened:?}, {hits:?}");
         store.close().await;
 
-        let segments = hits.iter().filter(|(name, ..)| name != "store");
-        segments.for_each(|(name, at, bit)| self.flip(name, *at, *bit));
+        for (segment, (name, at, bit)) in self.segments.iter().zip(&hits) {
+            if at / PAGE > 0 {
+                self.flip(name, *at, *bit);
+                continue;
+            }
+            // Whose file it is could not be told any more: it may have been removed for its room.
+            match &self.place.disk {
+                DiskKind::Mem(mem) => mem.put_file(name, segment.bytes.clone()),
+                DiskKind::Real => {
+                    std::fs::write(self.place.folder.path().join(name), &segment.bytes).unwrap();
+                }
+            }
+        }
         assert_eq!(self.place.with_identity(), before, "the identity was not mended: {hits:?}");
     }
 
