@@ -45,7 +45,8 @@ pub enum Outcome {
     FromPeer,
     /// Written to this node's drive.
     Stored,
-    /// Not written, because it is held already.
+    /// Not written, because it is held already, or because it is not worth what would have to go for it: there is no
+    /// point in offering it again.
     Held,
 }
 

@@ -247,8 +247,7 @@ pub async fn offer(store: &Store, areas: &Areas, (side, n): Which) -> Outcome {
 pub fn accounts_are_right(store: &Store, mem: &Mem, context: &str) {
     let status = store.status();
     let taken: u64 = mem.list().iter().map(|f| f.taken).sum();
-    // Room for what the operator says is set aside from the start.
-    assert_eq!(status.used, taken + marks::reserve(status.capacity), "{context}: {status:?}");
+    assert_eq!(status.used, taken, "{context}: {status:?}");
     assert!(taken <= status.capacity, "{context}: {status:?}");
     assert_eq!(status.spaces.iter().map(|s| s.rows).sum::<u64>(), status.rows, "{context}");
     for space in &status.spaces {

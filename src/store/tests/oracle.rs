@@ -214,8 +214,9 @@ impl World {
         let model = &mut self.model;
         match outcome {
             Outcome::Held => {
-                assert!(was_held, "{which:?} is said to be held");
-                model.figures.held += 1;
+                // Not held and not worth its room: nobody is to offer it again, so it is answered the same way.
+                assert!(was_held || may_refuse, "{which:?} is said to be held");
+                model.figures.held += u64::from(was_held);
             }
             Outcome::Stored => {
                 assert!(!was_held, "{which:?} was stored twice");
