@@ -109,6 +109,13 @@ impl Shipped {
         items
     }
 
+    /// What the engine's plugin reports once a request is through: its whole chain, with the tokens up to each row.
+    fn report(&self, turn: &Turn) {
+        let items = self.items(turn, 0..turn.rows.len(), 0);
+        let chain: Vec<_> = items.into_iter().map(|item| (item.key, item.position)).collect();
+        self.store.heat(SPACE, &chain, turn.at);
+    }
+
     fn go_to(&self, at: Micros) {
         let ahead: Duration = at.since(self.clock.now());
         self.clock.advance(ahead);
@@ -164,7 +171,10 @@ impl Cache for Shipped {
         if lost > 0 {
             return Err(Error::Failed(lost as u64));
         }
-        Ok(self.store.status().stored - before.stored)
+        self.report(turn);
+        let after = self.store.status();
+        let moved = (after.moved_bytes - before.moved_bytes) / self.rows.row_bytes() as u64;
+        Ok(after.stored - before.stored + moved)
     }
 }
 

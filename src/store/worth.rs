@@ -3,7 +3,7 @@
 //! A row's worth is what it costs to compute it again, times how likely it is needed again, per byte that it takes:
 //!
 //! ```text
-//! worth = tokens / bytes · (1 + reach / 2·KNEE) · (fresh + uses) / (age + PAUSE) · standing      [1 / (byte · s)]
+//! worth = tokens / bytes · min(1 + reach / 2·KNEE, DEAREST) · (fresh + uses) / (age + PAUSE) · standing  [1 / (byte · s)]
 //! ```
 //!
 //! *Cost.* Prefill of one token costs 24·d² operations per layer in the matrices and 8·l·d in attention at position l
@@ -11,13 +11,16 @@
 //! at the front; [`KNEE`] is that 3d, for d = 4096 and rounded up. A row is of use only while every row before it is
 //! there, and later rows are dearer: then it is best to keep or lose a chain as one, at its mean cost, which is
 //! 1 + reach / 2·KNEE with the chain's end as reach. So all rows of a chain cost the same, the head is never worth
-//! less than what hangs on it, and at equal worth the tail goes first.
+//! less than what hangs on it, and at equal worth the tail goes first. [`DEAREST`] bounds the factor: in recorded coding
+//! sessions (docs/sim-policies.md) recency says far more than length, and without a bound a long session that is over
+//! outlives the short ones that go on.
 //!
 //! *Likelihood.* Time to the next use has a heavy tail: the longer ago the last one, the less likely is one in the
 //! next second, about as 1 / age. [`PAUSE`] keeps that from exploding for young rows: most reuse comes within ten
 //! minutes (`KVCache in the Wild`, ATC 2025: 80 % of it in their interactive trace). Uses count what recency cannot
-//! see: a chain that goes on where it ended is one session's next turn and counts little ([`APPEND`]), a chain that
-//! leaves another one in its middle is one more sharer of everything before and counts much ([`BRANCH`]). They
+//! see: a chain that leaves another one in its middle is one more sharer of everything before and counts much
+//! ([`BRANCH`]). A chain that goes on where it ended is one session's next turn: that is recency's to say, and counting
+//! it made room worse than by age alone, because the heads of long dead sessions stayed. They
 //! halve every [`HALF_LIFE`], so that yesterday's do not rule. `fresh` stands for rows that were never used again; it
 //! is learned from those that go: the share that was ([`Fresh`]). A dump of one long session is worth what a row
 //! that nobody came back for is worth, however large it is, and an anchor with sharers stays: scan resistance.
@@ -33,15 +36,14 @@ use crate::base::block::{GroupId, RowKey, Space};
 
 /// Position, in tokens, at which attention costs as much as everything else.
 pub const KNEE: f32 = 16_384.0;
+/// Most that the cost of a token grows by its chain.
+pub const DEAREST: f32 = 2.0;
 /// Seconds that an age is lengthened by.
 pub const PAUSE: f32 = 600.0;
 /// Seconds after which uses count half.
 pub const HALF_LIFE: f32 = 3600.0;
 /// Uses are counted in quarters.
 const ONE: u16 = 4;
-pub const APPEND: u16 = 1;
-/// One session's turns count up to here.
-const APPENDS_MAX: u16 = 2 * ONE;
 pub const BRANCH: u16 = 4 * ONE;
 /// Uses count up to here.
 const USES_MAX: u16 = 64 * ONE;
@@ -107,13 +109,13 @@ fn touch_group(index: &mut Index, space: &Space, rows: &[(u32, RowKey)], code: u
     // Where an earlier chain and this one have been together last.
     let known = rows.iter().rposition(|(_, key)| flags(index, key) & CHAINED != 0);
     let appends = known.is_some_and(|at| flags(index, &rows[at].1) & END != 0);
-    let (step, most) = if appends { (APPEND, APPENDS_MAX) } else { (BRANCH, USES_MAX) };
+    let step = if appends { 0 } else { BRANCH };
     for (at, (_, key)) in rows.iter().enumerate() {
         let Some(heat) = index.heat_mut(space, key) else { continue };
         let mut flags = with_reach(heat.flags, code) | CHAINED;
         heat.uses = uses(heat, now).round() as u16;
         if known.is_some_and(|known| at <= known) {
-            heat.uses = (heat.uses + step).min(most.max(heat.uses));
+            heat.uses = (heat.uses + step).min(USES_MAX);
             flags |= USED;
         }
         if known == Some(at) {
@@ -160,7 +162,8 @@ pub fn density(heat: &Heat, place: &Place, kind: Kind, standing: Standing, fresh
     };
     let age = now.saturating_sub(heat.last) as f32;
     let likely = (fresh + uses(heat, now) / f32::from(ONE)) / (age + PAUSE);
-    let cost = kind.tokens as f32 / record_bytes(place.length) as f32 * (1.0 + reach(heat) / (2.0 * KNEE));
+    let cost = kind.tokens as f32 / record_bytes(place.length) as f32
+        * (1.0 + reach(heat) / (2.0 * KNEE)).min(DEAREST);
     let thin = if kind.state && heat.flags & (END | PARTS) == 0 { THIN } else { 1.0 };
     cost * likely * thin * standing
 }

@@ -19,7 +19,7 @@ const AT_ONCE: usize = 4;
 
 /// Share of a segment that rows which are worth it may take in the one that is open: so many bytes of it, at most, are
 /// not new. Pinned rows are moved beyond that.
-const SHARE: u64 = 4;
+const SHARE: u64 = 2;
 
 /// What rows are worth, as far as it is learned or announced.
 #[derive(Default)]
