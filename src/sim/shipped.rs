@@ -2,7 +2,7 @@
 //!
 //! What is smaller than life: a row is as few pages as the smallest segment allows, whatever the real row takes, and
 //! a segment holds as many rows as the real one would. Calls wait for each other, and each turn moves the store's
-//! clock to its time, so that a run can be repeated.
+//! clock to its time, so that a run can be repeated, nearly: rows are moved by the store's own thread, beside what is asked of it.
 
 use std::sync::Arc;
 use std::time::Duration;

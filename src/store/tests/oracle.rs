@@ -136,6 +136,8 @@ impl World {
     }
 
     async fn act(&mut self, act: &Act) {
+        // A segment's rows go before it is counted as reclaimed: its best ones are moved and made durable meanwhile.
+        let full = self.is_full();
         let reclaimed = self.store.status().reclaimed;
         match *act {
             Act::Put { side, first, count } => {
@@ -154,7 +156,7 @@ impl World {
             Act::Restart => self.restart().await,
             Act::Cut(loss) => self.cut(loss).await,
         }
-        let made_room = self.store.status().reclaimed > reclaimed;
+        let made_room = full || self.is_full() || self.store.status().reclaimed > reclaimed;
         self.follow(made_room);
         self.compare();
     }
@@ -201,7 +203,7 @@ impl World {
     async fn put(&mut self, side: usize, numbers: &[u32]) {
         let was_held: Vec<bool> = numbers.iter().map(|&n| self.model.held.contains_key(&(side, n))).collect();
         let before = seals(&self.store);
-        let reclaimed = self.store.status().reclaimed;
+        let (full, reclaimed) = (self.is_full(), self.store.status().reclaimed);
         let outcomes = self.areas.put(&self.store, side, numbers).await;
         if seals(&self.store) > before {
             self.model.durable = self.model.held.keys().copied().collect();
@@ -209,7 +211,7 @@ impl World {
         for ((&n, outcome), was_held) in numbers.iter().zip(outcomes).zip(was_held) {
             self.offered((side, n), outcome, was_held, self.is_full());
         }
-        self.follow(self.store.status().reclaimed > reclaimed);
+        self.follow(full || self.is_full() || self.store.status().reclaimed > reclaimed);
     }
 
     /// Nothing fits without making room: then a store may be choosy about what it has never seen.
