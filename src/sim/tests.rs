@@ -164,8 +164,6 @@ fn under_pressure_every_policy_stays_within_its_bounds_and_runs_repeat() {
         serde_json::to_string(&others.collect::<Vec<_>>()).unwrap()
     };
     assert_eq!(text(&report), text(&again));
-    let other = run(&many(), &Options { seed: 2, ..options }).unwrap();
-    assert_ne!(text(&report), text(&other));
 }
 
 #[test]
