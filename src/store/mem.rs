@@ -136,6 +136,17 @@ fn errno(failure: Failure) -> Error {
 }
 
 impl State {
+    /// A file that was written under another name is made durable and takes its own.
+    fn publish(&mut self, unfinished: &str, name: &str) -> io::Result<()> {
+        self.change(|s| s.sync_file(unfinished))?;
+        self.change(|s| {
+            let image = s.files.remove(unfinished).expect("just made");
+            s.files.insert(name.to_owned(), image);
+            Ok(())
+        })?;
+        self.change(State::sync_names)
+    }
+
     /// Counts one change. `Err` when it is to fail; the bool says whether it is done all the same.
     fn count(&mut self) -> Result<(), (Error, bool, Failure)> {
         let number = self.ops;
@@ -360,15 +371,7 @@ impl Mem {
                 s.files.insert(unfinished.clone(), image);
                 Ok(())
             })
-            .and_then(|()| state.change(|s| s.sync_file(&unfinished)))
-            .and_then(|()| {
-                state.change(|s| {
-                    let image = s.files.remove(&unfinished).expect("just made");
-                    s.files.insert(name.to_owned(), image);
-                    Ok(())
-                })
-            });
-        let made = made.and_then(|()| state.change(State::sync_names));
+            .and_then(|()| state.publish(&unfinished, name));
         if made.is_err() && state.cut_at.is_none() {
             state.files.remove(&unfinished);
             if !was_there {
@@ -390,15 +393,7 @@ impl Mem {
                 );
                 Ok(())
             })
-            .and_then(|()| state.change(|s| s.sync_file(&unfinished)))
-            .and_then(|()| {
-                state.change(|s| {
-                    let image = s.files.remove(&unfinished).expect("just made");
-                    s.files.insert(name.to_owned(), image);
-                    Ok(())
-                })
-            })
-            .and_then(|()| state.change(State::sync_names));
+            .and_then(|()| state.publish(&unfinished, name));
         if made.is_err() && state.cut_at.is_none() {
             state.files.remove(&unfinished);
         }
