@@ -1,9 +1,12 @@
 //! The segment log as a machine: where the next record goes, when a segment is sealed, which one makes room. Pure.
 //!
 //! One segment is open; records are appended to it. When the next one does not fit, the segment is sealed: wait for
-//! its writes, make them durable, write the foot, make that durable. Then room is made, and the next segment is
-//! created. The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]; there is one step at
-//! a time, because the order is what makes a foot trustworthy.
+//! its writes, make them durable, write the foot, make that durable. Meanwhile records go to the next segment, which
+//! was made ahead, when the open one was half full and there was room for it: nobody waits for a seal or for a file.
+//!
+//! The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]. There are two lanes, one for
+//! the segment that is being sealed and one for the file that is being made or removed, with one step at a time in
+//! each: the order within a seal is what makes a foot trustworthy.
 //!
 //! Which segment makes room is the driver's choice ([`Step::Choose`]), asked for while the open segment has most of
 //! its room left: rows of the chosen one that are worth keeping are appended to the open one, beside new rows, in
@@ -16,7 +19,8 @@
 //!
 //! After an error the log stops taking rows and tries again every [`RETRY`]. A retry first seals what was open, which
 //! costs nothing but proves that the drive writes again, and only then takes a new segment: a drive that keeps
-//! failing does not eat the rows that it still holds.
+//! failing does not eat the rows that it still holds. That a segment could not be made ahead is no error yet: rows go
+//! on into the open one, and it is tried again when that is full.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -69,20 +73,15 @@ pub enum Room {
     Stopped,
 }
 
+/// How far a seal is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    /// Records are appended, or nothing is open and nobody asked for room yet.
-    Writing,
-    /// Waiting for the writes of the open segment.
+enum Stage {
+    /// Waiting for the segment's writes.
     Draining,
-    /// The first sync of a seal, its foot, the second sync.
+    /// The first sync, the foot, the second sync.
     Syncing,
     Footing,
     Settling,
-    /// Making room and the next segment.
-    Making,
-    /// After an error, until the next attempt.
-    Resting(Micros),
 }
 
 /// One segment on the drive.
@@ -109,7 +108,7 @@ struct Victim {
     held_free: u64,
 }
 
-/// The segment that takes records.
+/// A segment that takes records, or did until it was full.
 #[derive(Debug)]
 struct Open {
     head: Head,
@@ -123,6 +122,22 @@ struct Open {
     failed_seals: u32,
     /// Nobody could be chosen while this was open.
     asked: bool,
+    /// The next segment could not be made while this was open.
+    alone: bool,
+}
+
+impl Open {
+    fn new(head: Head, tail: u64, entries: Vec<Entry>) -> Self {
+        let places = entries.len() as u64;
+        Self { head, tail, writes: 0, entries, places, failed_seals: 0, asked: false, alone: false }
+    }
+}
+
+/// The segment that is being sealed.
+#[derive(Debug)]
+struct Sealing {
+    segment: Open,
+    stage: Stage,
 }
 
 /// What one log is made of.
@@ -142,10 +157,16 @@ pub struct Limits {
 pub struct Log {
     limits: Limits,
     segments: BTreeMap<Sequence, Segment>,
+    sealing: Option<Sealing>,
     open: Option<Open>,
-    phase: Phase,
-    /// A step was handed out and not reported yet.
-    busy: bool,
+    /// The next one, made and empty.
+    ahead: Option<Head>,
+    /// Nothing is open and somebody has a record.
+    wanted: bool,
+    /// A file is being made or removed: bytes that the drive is about to give.
+    making: Option<u64>,
+    /// After an error, until the next attempt.
+    resting: Option<Micros>,
     /// Why no rows are taken.
     stopped: Option<String>,
     next: Sequence,
@@ -163,9 +184,12 @@ impl Log {
         Self {
             limits,
             segments: BTreeMap::new(),
+            sealing: None,
             open: None,
-            phase: Phase::Writing,
-            busy: false,
+            ahead: None,
+            wanted: false,
+            making: None,
+            resting: None,
             stopped: None,
             next,
             reclaimed: 0,
@@ -180,11 +204,17 @@ impl Log {
         self.segments.insert(sequence, Segment { taken, reads: 0, sealed, dying: false, until: None });
     }
 
-    /// The segment that was open when the store ended; records go on behind `tail`.
+    /// A segment that was found without a foot: in ascending order, the last ones of a log. Records go on behind
+    /// `tail` in the last that has any; one before it is sealed, an empty one behind it is the next.
     pub fn reopened(&mut self, head: Head, taken: u64, tail: u64, entries: Vec<Entry>) {
         self.found(head.sequence, taken, false);
-        let places = entries.len() as u64;
-        self.open = Some(Open { head, tail, writes: 0, entries, places, failed_seals: 0, asked: false });
+        if self.open.is_some() && entries.is_empty() && self.ahead.is_none() {
+            self.ahead = Some(head);
+            return;
+        }
+        // With more than one before it, the older one stays without a foot: each start scans it, until it goes.
+        let before = self.open.replace(Open::new(head, tail, entries));
+        self.sealing = before.map(|segment| Sealing { segment, stage: Stage::Draining });
     }
 
     pub fn capacity(&self) -> u64 {
@@ -197,7 +227,8 @@ impl Log {
     }
 
     pub fn used(&self) -> u64 {
-        self.limits.other + self.small + self.segments.values().map(|s| s.taken).sum::<u64>()
+        let segments = self.segments.values().map(|s| s.taken).sum::<u64>();
+        self.limits.other + self.small + segments + self.making.unwrap_or(0)
     }
 
     /// The small files that grow take this much.
@@ -207,17 +238,24 @@ impl Log {
 
     /// Whether the next segment needs another one's room.
     pub fn is_pressed(&self) -> bool {
+        if self.ahead.is_some() {
+            return false;
+        }
         let beside = self.limits.reserve.saturating_sub(self.small) + SLACK;
         self.used() + beside + self.limits.segment > self.limits.capacity
     }
 
     /// Segments that may make room, in ascending order, with the bytes that each takes.
     pub fn eligible(&self) -> Vec<(Sequence, u64)> {
-        let open = self.open();
         let may = |(sequence, segment): &(&Sequence, &Segment)| {
-            !segment.dying && Some(**sequence) != open && !self.is_bound(segment)
+            !segment.dying && !self.is_young(**sequence) && !self.is_bound(segment)
         };
         self.segments.iter().filter(may).map(|(sequence, segment)| (*sequence, segment.taken)).collect()
+    }
+
+    /// Whether it takes records, is being sealed, or is the next to take them.
+    fn is_young(&self, sequence: Sequence) -> bool {
+        self.unsealed().chain(self.ahead.map(|head| head.sequence)).any(|young| young == sequence)
     }
 
     /// Whether rows of it were moved to a segment that is not durable yet.
@@ -246,9 +284,10 @@ impl Log {
         self.stopped.as_deref()
     }
 
-    /// The open segment, if any.
-    pub fn open(&self) -> Option<Sequence> {
-        self.open.as_ref().map(|o| o.head.sequence)
+    /// The segment that is being sealed and the open one, if any.
+    pub fn unsealed(&self) -> impl Iterator<Item = Sequence> {
+        let sealing = self.sealing.as_ref().map(|sealing| &sealing.segment);
+        sealing.into_iter().chain(&self.open).map(|segment| segment.head.sequence)
     }
 
     /// Whether a payload of `length` fits into an empty segment.
@@ -264,40 +303,45 @@ impl Log {
         if !self.can_ever_take(length) {
             return Room::Never;
         }
-        if self.phase != Phase::Writing {
-            return Room::Wait;
+        let record = record_bytes(length);
+        let (moves, held_free) = self.victim.map_or((0, 0), |victim| (victim.moves, victim.held_free));
+        let has_room = |open: &Open| {
+            open.tail + record + held_free + foot_bytes(open.places + moves + 1) <= open.head.size
+        };
+        if self.open.as_ref().is_some_and(|open| !has_room(open)) {
+            if moves > 0 || self.sealing.is_some() {
+                return Room::Wait;
+            }
+            self.begin_seal();
         }
+        self.open =
+            self.open.take().or_else(|| self.ahead.take().map(|head| Open::new(head, PAGE64, Vec::new())));
         let pressed = self.is_pressed();
         let Some(open) = &mut self.open else {
-            self.phase = Phase::Making;
+            self.wanted = true;
             return Room::Wait;
         };
-        let record = record_bytes(length);
         // With five eighths of the room left, what can be pinned at most of the best victim (half) fits, foot included.
         let chooses = pressed && self.victim.is_none() && !open.asked && open.places > 0;
         if chooses && open.tail + record > open.head.size / 8 * 3 {
             self.choosing = true;
             return Room::Wait;
         }
-        let (moves, held_free) = self.victim.map_or((0, 0), |victim| (victim.moves, victim.held_free));
-        if open.tail + record + held_free + foot_bytes(open.places + moves + 1) > open.head.size {
-            if moves == 0 {
-                self.phase = Phase::Draining;
-            }
-            return Room::Wait;
-        }
         let page = take(open, record);
         Room::At { sequence: open.head.sequence, page }
+    }
+
+    /// The open segment takes no more records.
+    fn begin_seal(&mut self) {
+        debug_assert!(self.sealing.is_none(), "one seal at a time");
+        self.sealing = self.open.take().map(|segment| Sealing { segment, stage: Stage::Draining });
     }
 
     /// A place for a row of the victim. It must be followed by [`Log::written`], [`Log::unwritten`] or
     /// [`Log::failed`]. `None`: it cannot be moved.
     pub fn place_move(&mut self, length: u32) -> Option<(Sequence, u32)> {
         let record = record_bytes(length);
-        let (Phase::Writing, Some(open), Some(victim)) = (self.phase, &mut self.open, &mut self.victim)
-        else {
-            return None;
-        };
+        let (Some(open), Some(victim)) = (&mut self.open, &mut self.victim) else { return None };
         if self.stopped.is_some()
             || open.tail + record + foot_bytes(open.places + victim.moves) > open.head.size
         {
@@ -324,10 +368,10 @@ impl Log {
     pub fn chosen(&mut self, choice: Option<(Sequence, u64, u64)>, now: Micros) {
         if let Some((sequence, moves, held_free)) = choice {
             self.victim = Some(Victim { sequence, moves, held_free });
-        } else if self.phase == Phase::Making {
-            self.stop("pinned rows are in every segment: there is no room for others".into(), now);
         } else if let Some(open) = &mut self.open {
             open.asked = true;
+        } else {
+            self.stop("pinned rows are in every segment: there is no room for others".into(), now);
         }
     }
 
@@ -342,7 +386,7 @@ impl Log {
 
     /// A record is whole.
     pub fn written(&mut self, sequence: Sequence, entry: Entry) {
-        if let Some(open) = self.open_as(sequence) {
+        if let Some(open) = self.unsealed_as(sequence) {
             open.writes -= 1;
             open.entries.push(entry);
         }
@@ -350,14 +394,14 @@ impl Log {
 
     /// A record is whole, and not wanted any more.
     pub fn unwritten(&mut self, sequence: Sequence) {
-        if let Some(open) = self.open_as(sequence) {
+        if let Some(open) = self.unsealed_as(sequence) {
             open.writes -= 1;
         }
     }
 
     /// A record could not be written.
     pub fn failed(&mut self, sequence: Sequence, reason: String, now: Micros) {
-        if let Some(open) = self.open_as(sequence) {
+        if let Some(open) = self.unsealed_as(sequence) {
             open.writes -= 1;
         }
         self.stop(reason, now);
@@ -375,76 +419,112 @@ impl Log {
 
     /// When [`Log::step`] has to be asked although nothing happened.
     pub fn retry_at(&self) -> Option<Micros> {
-        match self.phase {
-            Phase::Resting(at) => Some(at),
-            _ => None,
-        }
+        self.resting
     }
 
     /// What to do now. Each step but [`Step::Choose`] and [`Step::Forget`] is followed by [`Log::stepped`].
     pub fn step(&mut self, now: Micros) -> Option<Step> {
-        if self.busy {
+        if self.resting.is_some_and(|at| now < at) {
             return None;
         }
-        if let Phase::Resting(at) = self.phase {
-            if now < at {
-                return None;
-            }
-            self.phase = if self.open.is_some() { Phase::Draining } else { Phase::Making };
-        }
+        self.resting = None;
         let moves = self.victim.is_some_and(|victim| victim.moves > 0);
-        let step = match (self.phase, &self.open) {
-            (Phase::Writing, Some(open)) if std::mem::take(&mut self.choosing) => {
-                let room = open.head.size.saturating_sub(open.tail + foot_bytes(open.places) + PAGE64);
-                Some(Step::Choose { room })
-            }
-            (Phase::Draining, Some(open)) if open.writes > 0 || moves => None,
-            (Phase::Draining, Some(open)) => {
-                self.phase = Phase::Syncing;
-                Some(Step::Sync(open.head.sequence))
-            }
-            (Phase::Making, _) => self.make_room(now),
+        if self.stopped.is_some() && self.sealing.is_none() && !moves {
+            self.begin_seal();
+            self.go_on();
+        }
+        if std::mem::take(&mut self.choosing)
+            && let Some(open) = self.open.as_ref().filter(|_| self.stopped.is_none())
+        {
+            let room = open.head.size.saturating_sub(open.tail + foot_bytes(open.places) + PAGE64);
+            return Some(Step::Choose { room });
+        }
+        if let Some(Sealing { segment, stage }) = &mut self.sealing
+            && *stage == Stage::Draining
+            && segment.writes == 0
+        {
+            *stage = Stage::Syncing;
+            return Some(Step::Sync(segment.head.sequence));
+        }
+        if self.making.is_some() || moves || !self.wants_next() {
+            return None;
+        }
+        let step = self.make_room(now);
+        self.making = step.as_ref().and_then(|step| match step {
+            Step::Create(head) => Some(head.size),
+            Step::Remove(_) => Some(0),
             _ => None,
-        };
-        self.busy = step.as_ref().is_some_and(|s| !matches!(s, Step::Forget(_) | Step::Choose { .. }));
+        });
         step
+    }
+
+    /// Whether it is time for the next segment.
+    fn wants_next(&self) -> bool {
+        if self.ahead.is_some() {
+            return false;
+        }
+        match &self.open {
+            Some(open) => self.stopped.is_none() && !open.alone && open.tail >= open.head.size / 2,
+            // A drive that failed has to prove that it writes again before it is given more.
+            None => self.wanted && (self.stopped.is_none() || self.sealing.is_none()),
+        }
     }
 
     /// A step has ended. After success there may be a next one at once.
     pub fn stepped(&mut self, step: &Step, result: Result<u64, String>, now: Micros) -> Option<Step> {
-        self.busy = false;
-        let taken = match result {
-            Ok(taken) => taken,
-            Err(reason) => {
-                self.step_failed(step, reason, now);
-                return None;
-            }
-        };
-        let next = match (self.phase, &mut self.open) {
-            (Phase::Syncing, Some(open)) => {
-                self.phase = Phase::Footing;
-                let bytes = encode_foot(&open.head, &open.entries);
-                let offset = open.head.size - bytes.len() as u64;
-                Some(Step::Foot { sequence: open.head.sequence, offset, bytes })
-            }
-            (Phase::Footing, Some(open)) => {
-                self.phase = Phase::Settling;
-                Some(Step::Sync(open.head.sequence))
-            }
-            (Phase::Settling, Some(open)) => {
-                self.segments.get_mut(&open.head.sequence).expect("the open segment exists").sealed = true;
-                self.open = None;
-                self.phase = Phase::Making;
+        match step {
+            Step::Remove(_) | Step::Create(_) => {
+                self.making = None;
+                match result {
+                    Ok(taken) => self.made(step, taken),
+                    Err(reason) => self.not_made(reason, now),
+                }
                 None
             }
-            (Phase::Making, _) => {
-                self.made(step, taken);
+            Step::Sync(_) | Step::Foot { .. } => match result {
+                Ok(_) => self.seal_goes_on(),
+                Err(reason) => {
+                    self.seal_failed();
+                    self.stop(reason, now);
+                    None
+                }
+            },
+            Step::Choose { .. } | Step::Forget(_) => None,
+        }
+    }
+
+    fn seal_goes_on(&mut self) -> Option<Step> {
+        let Sealing { segment, stage } = self.sealing.as_mut()?;
+        let sequence = segment.head.sequence;
+        match stage {
+            Stage::Draining => None,
+            Stage::Syncing => {
+                *stage = Stage::Footing;
+                let bytes = encode_foot(&segment.head, &segment.entries);
+                let offset = segment.head.size - bytes.len() as u64;
+                Some(Step::Foot { sequence, offset, bytes })
+            }
+            Stage::Footing => {
+                *stage = Stage::Settling;
+                Some(Step::Sync(sequence))
+            }
+            Stage::Settling => {
+                self.segments.get_mut(&sequence).expect("a segment that is sealed exists").sealed = true;
+                self.sealing = None;
+                self.go_on();
                 None
             }
-            _ => None,
-        };
-        self.busy = next.is_some();
-        next
+        }
+    }
+
+    fn seal_failed(&mut self) {
+        if let Some(Sealing { segment, stage }) = &mut self.sealing {
+            *stage = Stage::Draining;
+            segment.failed_seals += 1;
+            if segment.failed_seals >= SEALS {
+                self.sealing = None;
+            }
+        }
     }
 
     fn made(&mut self, step: &Step, taken: u64) {
@@ -455,11 +535,27 @@ impl Log {
                 self.reclaimed += 1;
             }
             Step::Create(head) => {
-                self.reopened(*head, taken.max(head.size), PAGE64, Vec::new());
-                self.phase = Phase::Writing;
-                self.stopped = None;
+                self.found(head.sequence, taken.max(head.size), false);
+                self.ahead = Some(*head);
+                self.wanted = false;
+                self.go_on();
             }
             _ => {}
+        }
+    }
+
+    /// There is no next segment. While one is open, rows still have a place.
+    fn not_made(&mut self, reason: String, now: Micros) {
+        match &mut self.open {
+            Some(open) if self.stopped.is_none() => open.alone = true,
+            _ => self.stop(reason, now),
+        }
+    }
+
+    /// After an error: rows are taken again once what was open is sealed and the next segment is there.
+    fn go_on(&mut self) {
+        if self.resting.is_none() && self.sealing.is_none() && self.open.is_none() && self.ahead.is_some() {
+            self.stopped = None;
         }
     }
 
@@ -477,15 +573,20 @@ impl Log {
         if other + self.limits.segment + SLACK > self.limits.capacity {
             // No segment of ours that goes would make room for another one.
             let why = format!("other files in its folder take {other} bytes, there is no room for a segment");
-            self.stop(why, now);
+            self.not_made(why, now);
+            return None;
+        }
+        if victim
+            .is_some_and(|(_, segment)| !going && segment.until.is_some_and(|until| self.is_young(until)))
+        {
+            // It goes once what was moved out of it is durable.
             return None;
         }
         let Some((sequence, segment)) = victim.filter(|(_, segment)| going || !self.is_bound(segment)) else {
             self.victim = None;
-            if self.eligible().is_empty() {
-                return None;
-            }
-            return Some(Step::Choose { room: 0 });
+            // While there is an open one it says itself when it is time to choose.
+            let waits = self.open.is_some() || self.sealing.is_some() || self.eligible().is_empty();
+            return (!waits).then_some(Step::Choose { room: 0 });
         };
         if !segment.dying {
             self.segments.get_mut(&sequence).expect("looked at just now").dying = true;
@@ -494,24 +595,16 @@ impl Log {
         (segment.reads == 0).then_some(Step::Remove(sequence))
     }
 
-    fn step_failed(&mut self, step: &Step, reason: String, now: Micros) {
-        if let (Step::Sync(_) | Step::Foot { .. }, Some(open)) = (step, &mut self.open) {
-            open.failed_seals += 1;
-            if open.failed_seals >= SEALS {
-                self.open = None;
-            }
-        }
-        self.stop(reason, now);
-    }
-
-    /// Stops taking rows until the next attempt has worked. Whatever a running step says meanwhile changes nothing.
+    /// Stops taking rows until the next attempt has worked. What is under way goes on.
     fn stop(&mut self, reason: String, now: Micros) {
         self.stopped = Some(reason);
-        self.phase = Phase::Resting(now.plus(RETRY));
+        self.wanted = true;
+        self.resting = Some(now.plus(RETRY));
     }
 
-    fn open_as(&mut self, sequence: Sequence) -> Option<&mut Open> {
-        self.open.as_mut().filter(|o| o.head.sequence == sequence)
+    fn unsealed_as(&mut self, sequence: Sequence) -> Option<&mut Open> {
+        let sealing = self.sealing.as_mut().map(|sealing| &mut sealing.segment);
+        sealing.into_iter().chain(&mut self.open).find(|segment| segment.head.sequence == sequence)
     }
 }
 
@@ -556,6 +649,7 @@ mod tests {
         ReadBegins(usize),
         ReadEnds,
         StepEnds {
+            lane: usize,
             well: bool,
         },
         /// Who makes room, of those that may, and how many of its rows are moved.
@@ -580,8 +674,8 @@ mod tests {
             1 => Just(Act::WriteEnds { well: false }),
             2 => (0..6_usize).prop_map(Act::ReadBegins),
             2 => Just(Act::ReadEnds),
-            6 => Just(Act::StepEnds { well: true }),
-            1 => Just(Act::StepEnds { well: false }),
+            6 => (0..2_usize).prop_map(|lane| Act::StepEnds { lane, well: true }),
+            1 => (0..2_usize).prop_map(|lane| Act::StepEnds { lane, well: false }),
             2 => (0..4_usize, 0..4_usize).prop_map(|(nth, moves)| Act::Choose { nth, moves }),
             3 => any::<bool>().prop_map(|well| Act::MoveBegins { well }),
             3 => Just(Act::MoveEnds),
@@ -600,7 +694,8 @@ mod tests {
         whole: HashMap<Sequence, Vec<Entry>>,
         reading: Vec<Sequence>,
         forgotten: Vec<Sequence>,
-        step: Option<Step>,
+        /// One for a seal, one for a file.
+        steps: [Option<Step>; 2],
         /// What the next choices are.
         choice: (usize, usize),
         /// Rows to be moved, and rows that were: from where to where.
@@ -618,7 +713,10 @@ mod tests {
         /// Everything that was held lies in segments that may go sometime; the one chosen is one that may go now.
         fn choose(&mut self, log: &mut Log, room: u64) {
             let may = log.eligible();
-            assert!(may.iter().all(|(s, _)| self.files.contains_key(s) && Some(*s) != log.open()));
+            assert!(
+                may.iter()
+                    .all(|(s, _)| self.files.contains_key(s) && log.unsealed().all(|young| young != *s))
+            );
             assert_eq!(self.to_move + self.moving.len(), 0, "one victim at a time");
             let most = room / (record_bytes(ROW) + super::super::format::ENTRY as u64);
             let moves = (self.choice.1 as u64).min(most);
@@ -652,7 +750,8 @@ mod tests {
                     assert!(used + head.size <= LIMITS.capacity, "over the capacity");
                 }
             }
-            assert!(self.step.replace(step).is_none(), "one step at a time");
+            let lane = usize::from(matches!(step, Step::Remove(_) | Step::Create(_)));
+            assert!(self.steps[lane].replace(step).is_none(), "one step at a time");
         }
 
         /// The foot lists exactly the rows that are whole.
@@ -736,8 +835,8 @@ mod tests {
                         log.read(sequence);
                     }
                 }
-                Act::StepEnds { well } => {
-                    let Some(step) = self.step.take() else { return };
+                Act::StepEnds { lane, well } => {
+                    let Some(step) = self.steps[lane].take() else { return };
                     if well {
                         self.ends_well(&step);
                     }
@@ -780,7 +879,8 @@ mod tests {
                     Act::ReadEnds,
                     Act::MoveBegins { well: true },
                     Act::MoveEnds,
-                    Act::StepEnds { well: true },
+                    Act::StepEnds { lane: 0, well: true },
+                    Act::StepEnds { lane: 1, well: true },
                     Act::Wait,
                 ] {
                     world.act(&mut log, act);

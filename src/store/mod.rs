@@ -384,6 +384,13 @@ impl Store {
         self.0.shared.index.lock().get(&space, key).is_some()
     }
 
+    /// Whether a power cut cannot take the row any more.
+    #[cfg(test)]
+    fn is_sealed(&self, space: Space, key: &RowKey) -> bool {
+        let place = self.0.shared.index.lock().get(&space, key);
+        place.is_some_and(|place| !self.0.shared.facts.lock().unsealed.contains(&place.sequence))
+    }
+
     /// Which of these keys are held, all asked at one moment.
     pub fn held(&self, space: Space, keys: &[RowKey]) -> Vec<bool> {
         self.0.shared.index.lock().held(&space, keys)

@@ -1,7 +1,7 @@
 //! From a folder to a log and an index: what a start finds, and what it makes of damage.
 //!
-//! Sealed segments tell what they hold by their feet; the newest one without a foot is scanned, verified, and goes on
-//! where it stopped. A segment whose foot is damaged is asked for its records instead, as long as that takes little;
+//! Sealed segments tell what they hold by their feet; the newest ones without a foot (one that was being sealed, one
+//! that took rows, one that was to be next) are scanned, verified, and go on where they stopped. A segment whose foot is damaged is asked for its records instead, as long as that takes little;
 //! what is not found then is room that is reclaimed in its turn. Heads and feet are read by several threads while
 //! another one fills the index: a million rows are there in a second or two.
 //!
@@ -32,6 +32,9 @@ const NOTES: usize = 50;
 /// Share of the capacity that files with nobody's head may take: one in so many.
 const ASIDE: u64 = 8;
 
+/// Segments at the end of a log that may be without a foot: being sealed, open, and made ahead.
+const YOUNG: usize = 3;
+
 /// Threads that read heads and feet. One waits for the drive most of the time; a drive likes 16 at once.
 const READERS: usize = 16;
 
@@ -61,8 +64,8 @@ struct Segment {
 /// What a segment says that it holds.
 enum Told {
     Foot(Vec<Entry>),
-    /// The newest one, never sealed.
-    Open(Scan),
+    /// One of the newest, not sealed.
+    Young(Scan),
     Nothing(NoFoot),
 }
 
@@ -273,36 +276,38 @@ impl Recovery<'_> {
         let mut log = Log::new(limits, self.next);
         log.set_small(self.small);
         let mut index = Index::default();
-        let newest = segments.last().map(|s| s.head.sequence);
+        let young = segments.iter().rev().nth(YOUNG - 1).map_or(Sequence(0), |s| s.head.sequence);
         let guess = Guess::default();
         let ask = |Segment { head, found, handle }: &Segment| match read_foot(files, head, handle, &guess) {
             Ok(entries) => Told::Foot(entries),
-            Err(NoFoot::Unsealed) if newest == Some(head.sequence) && found.len >= head.size => {
-                Told::Open(scan(files, head, handle, found.len, How { verify: true, budget: None }))
+            Err(NoFoot::Unsealed) if head.sequence >= young && found.len >= head.size => {
+                Told::Young(scan(files, head, handle, found.len, How { verify: true, budget: None }))
             }
             Err(why) => Told::Nothing(why),
         };
-        let mut unlisted = Vec::new();
+        let (mut unlisted, mut unsealed) = (Vec::new(), Vec::new());
         in_order(files, &segments, ask, |segment, told| {
             let Segment { head, found, .. } = segment;
             match told {
                 Told::Foot(entries) => {
                     log.found(head.sequence, found.taken, true);
+                    for (segment, scan) in unsealed.drain(..) {
+                        self.stays_unsealed(&mut log, segment, &scan);
+                    }
                     // Segments are alike: the first tells how many rows there will be.
                     if index.rows() == 0 {
                         index.reserve((entries.len() * segments.len()).min(AT_ONCE));
                     }
                     entries.iter().for_each(|e| add(&mut index, segment, e));
                 }
-                Told::Open(scan) => {
-                    let entries = &scan.entries;
-                    entries.iter().for_each(|e| add(&mut index, segment, e));
+                Told::Young(scan) => {
+                    scan.entries.iter().for_each(|e| add(&mut index, segment, e));
                     self.tell_torn(found, &scan);
                     if scan.partial {
                         // What could not be read may be there at the next start: nothing is written over it.
                         log.found(head.sequence, found.taken, false);
                     } else {
-                        log.reopened(*head, found.taken, scan.tail, scan.entries);
+                        unsealed.push((segment, scan));
                     }
                 }
                 Told::Nothing(why) => {
@@ -311,11 +316,20 @@ impl Recovery<'_> {
                 }
             }
         });
+        for (Segment { head, found, .. }, scan) in unsealed {
+            log.reopened(*head, found.taken, scan.tail, scan.entries);
+        }
         self.ask_records(unlisted, &mut index);
         self.opened.segments = log.segments();
         self.opened.rows = index.rows();
         let handles = segments.into_iter().map(|s| (s.head.sequence, s.handle)).collect();
         Recovered { store, log, index, handles, opened: self.opened }
+    }
+
+    /// Newer ones are sealed, and this one is not: it failed to take its foot.
+    fn stays_unsealed(&mut self, log: &mut Log, Segment { head, found, .. }: &Segment, scan: &Scan) {
+        log.found(head.sequence, found.taken, false);
+        self.damaged(format!("{}: {}; {} rows used", found.name, NoFoot::Unsealed, scan.entries.len()));
     }
 
     fn tell_torn(&mut self, found: &Found, scan: &Scan) {

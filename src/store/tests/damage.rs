@@ -22,7 +22,7 @@ async fn a_thousand_damaged_rows_are_a_thousand_misses_and_a_counter_of_a_thousa
         store.attach(&rows).await.unwrap();
         // Enough that the last thousand's segments are sealed and read by their feet.
         assert_eq!(count(&put_each(&store, &rows, 0..1200).await, Outcome::Stored), 1200);
-        let keep = store.status().segments - 1;
+        let keep = store.status().sealed;
         store.close().await;
         let damaged: usize =
             place.segments()[..keep].iter().map(|name| place.with_file(name, |b| damage_payloads(b))).sum();

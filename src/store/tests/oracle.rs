@@ -121,11 +121,6 @@ fn listen(store: &Store) -> [broadcast::Receiver<Change>; 2] {
     SIDES.map(|(space, _)| store.subscribe(space).1)
 }
 
-/// Segments that are or were whole and durable.
-fn seals(store: &Store) -> u64 {
-    store.status().sealed as u64 + store.status().reclaimed
-}
-
 impl World {
     async fn new() -> Self {
         let mem = Mem::new();
@@ -202,16 +197,18 @@ impl World {
 
     async fn put(&mut self, side: usize, numbers: &[u32]) {
         let was_held: Vec<bool> = numbers.iter().map(|&n| self.model.held.contains_key(&(side, n))).collect();
-        let before = seals(&self.store);
         let (full, reclaimed) = (self.is_full(), self.store.status().reclaimed);
         let outcomes = self.areas.put(&self.store, side, numbers).await;
-        if seals(&self.store) > before {
-            self.model.durable = self.model.held.keys().copied().collect();
-        }
         for ((&n, outcome), was_held) in numbers.iter().zip(outcomes).zip(was_held) {
             self.offered((side, n), outcome, was_held, self.is_full());
         }
+        self.look_what_is_sealed();
         self.follow(full || self.is_full() || self.store.status().reclaimed > reclaimed);
+    }
+
+    fn look_what_is_sealed(&mut self) {
+        let is_sealed = |&(side, n): &Which| self.store.is_sealed(SIDES[side].0, &key(n));
+        self.model.durable.extend(self.model.held.keys().copied().filter(is_sealed));
     }
 
     /// Nothing fits without making room: then a store may be choosy about what it has never seen.
@@ -294,15 +291,12 @@ impl World {
         let numbers = [first, first + 1];
         let was_held = numbers.map(|n| self.model.held.contains_key(&(side, n)));
         let reclaimed = self.store.status().reclaimed;
-        let before = seals(&self.store);
         let put = self.areas.put(&self.store, side, &numbers);
         let (outcomes, ()) = tokio::join!(put, self.store.detach(self.areas.id(side)));
-        if seals(&self.store) > before {
-            self.model.durable = self.model.held.keys().copied().collect();
-        }
         for ((n, outcome), was_held) in numbers.into_iter().zip(outcomes).zip(was_held) {
             self.offered((side, n), outcome, was_held, true);
         }
+        self.look_what_is_sealed();
         self.follow(self.store.status().reclaimed > reclaimed);
         assert!(!self.areas.get(&self.store, (side, first)).await.is_ok(), "the area is gone");
         self.model.figures.failed += 1;

