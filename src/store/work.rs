@@ -44,6 +44,9 @@ const READS_PER_WRITE: u32 = 8;
 /// How often the clock is looked at while an attempt to write again is due. At other times the thread just waits.
 const TICK: Duration = Duration::from_millis(500);
 
+/// Rows that the drive may be handed for each of its slots while they are small: those that lie side by side go as one.
+const PER_SLOT: usize = 8;
+
 /// Events that are applied in one go, at most: what they make possible must not wait for long.
 const EVENTS: usize = 32;
 
@@ -56,6 +59,10 @@ const ROUNDS: u32 = 16;
 /// sixth of the write speed on two cores.
 const AHEAD: usize = 32 << 20;
 const AHEAD_FEWEST: usize = 4;
+
+/// Rows of so many bytes are summed and verified by the loop itself: handing one to another thread and back takes as
+/// long as the sum of 128 KiB.
+const SMALL: usize = 256 << 10;
 
 /// What callers ask for.
 pub enum Request {
@@ -251,6 +258,8 @@ pub struct Work {
     judge: Judge,
     moves: Moves,
     flights: HashMap<u64, Flight>,
+    /// Bytes that the drive was handed.
+    bytes: usize,
     /// Keys between being offered and being whole or failed, with who else offered them meanwhile.
     pending: HashMap<(Space, RowKey), Vec<Slot>>,
     /// Whether the file of marks is being written, and who waits for its next version.
@@ -282,6 +291,7 @@ impl Work {
             judge: Judge::default(),
             moves: Moves::default(),
             flights: HashMap::new(),
+            bytes: 0,
             pending: HashMap::new(),
             saving: false,
             unsaved: Vec::new(),
@@ -597,11 +607,16 @@ impl Work {
         self.advance_log();
         loop {
             self.prepare_writes();
-            while self.flights.len() < self.parts.depth && self.start_one() {}
+            while self.has_slot(self.flights.len()) && self.start_one() {}
             if !self.advance_log() {
                 return;
             }
         }
+    }
+
+    /// Whether the drive, which has `taken` operations, is given another one.
+    fn has_slot(&self, taken: usize) -> bool {
+        taken < self.parts.depth || (self.bytes < AHEAD && taken < self.parts.depth * PER_SLOT)
     }
 
     /// False when there is nothing that can be started.
@@ -628,7 +643,7 @@ impl Work {
     /// Starts something of the second class: rows on the move first, because new ones may wait for their room. Half of
     /// the drive's slots stay free for reads that come meanwhile.
     fn start_writing(&mut self) -> bool {
-        if self.writes_in_flight >= self.parts.depth.div_ceil(2) {
+        if !self.has_slot(2 * self.writes_in_flight) {
             return false;
         }
         let started = self.start_move() || self.start_next_write();
@@ -652,22 +667,23 @@ impl Work {
     fn prepare_writes(&mut self) {
         while let Some(next) = self.writes.front()
             && self.preparing.len() + self.ready.len()
-                < self.parts.depth.min((AHEAD / next.rows.row_bytes()).max(AHEAD_FEWEST))
+                < (PER_SLOT * self.parts.depth).min((AHEAD / next.rows.row_bytes()).max(AHEAD_FEWEST))
         {
             let write = self.writes.pop_front().expect("looked at just now");
             self.with_hands += 1;
             self.next_ticket += 1;
             let ticket = self.next_ticket;
             self.preparing.insert(ticket);
-            let events = self.parts.events.clone();
-            self.parts.hands.give(move || {
+            let is_small = write.rows.row_bytes() <= SMALL;
+            let prepare = move || {
                 if !mutant::on(Mutant::KeepForeignBytes) {
                     let group = GroupId(write.key.group.0 - u32::from(mutant::on(Mutant::WrongGroup)));
                     write.rows.blank_uncovered(write.row, group.0);
                 }
                 let checksum = write.rows.look(write.row, |bytes| crc64(&[bytes]));
-                let _ = events.send(Event::Prepared(ticket, write, checksum));
-            });
+                Event::Prepared(ticket, write, checksum)
+            };
+            self.sum(is_small, prepare);
         }
     }
 
@@ -757,6 +773,7 @@ impl Work {
         self.next_tag += 1;
         let tag = self.next_tag;
         self.flights.insert(tag, flight);
+        self.bytes += head.len() + body.len();
         let file = self.parts.handles.get(&sequence).expect("each segment of the log is open").clone();
         self.parts.disk.submit(Op { tag, verb, file, offset, head, body });
     }
@@ -764,6 +781,7 @@ impl Work {
     /// The drive is through with an operation.
     fn done(&mut self, done: Done) {
         let Done { op, result } = done;
+        self.bytes -= op.len();
         let flight = self.flights.remove(&op.tag).expect("each operation ends once");
         match flight {
             Flight::Write(write, sequence, entry) => {
@@ -825,12 +843,22 @@ impl Work {
         }
         let Op { head, mut body, .. } = op;
         let (store, space) = (self.parts.store, read.space);
-        let events = self.parts.events.clone();
         self.with_hands += 1;
-        self.parts.hands.give(move || {
+        self.sum(body.len() <= SMALL, move || {
             let verdict = Record::decode(&head, store, place.sequence)
                 .and_then(|record| verify(record, &mut body, &space, &key, &place));
-            let _ = events.send(Event::Verified(Box::new(Verified { read, body, verdict })));
+            Event::Verified(Box::new(Verified { read, body, verdict }))
+        });
+    }
+
+    /// Sums a row, here when it is small.
+    fn sum(&mut self, is_small: bool, sum: impl FnOnce() -> Event + Send + 'static) {
+        if is_small {
+            return self.apply(sum());
+        }
+        let events = self.parts.events.clone();
+        self.parts.hands.give(move || {
+            let _ = events.send(sum());
         });
     }
 
