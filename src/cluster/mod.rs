@@ -18,6 +18,8 @@ mod tls;
 mod token;
 
 #[cfg(test)]
+mod sim;
+#[cfg(test)]
 mod tests;
 
 use std::io;
@@ -154,8 +156,14 @@ impl Cluster {
         let data = failed("rows", &options.data);
         let data_listener = fabric.listen(&options.data).await.map_err(data)?;
         let known = pins.iter().map(|pin| pin.fingerprint).collect::<Vec<_>>();
-        let parts =
-            Parts { me: identity.fingerprint, silence: options.silence, clock, tasks: tasks.clone(), fabric };
+        let parts = Parts {
+            me: identity.fingerprint,
+            silence: options.silence,
+            clock,
+            tasks: tasks.clone(),
+            fabric,
+            room: peer::Room::default(),
+        };
         let shared = Shared::new(parts, pins, meter);
         let listens = |address: io::Result<String>, what, asked: &str| {
             address.map_err(|source| Error::Listen { what, address: asked.to_owned(), source })

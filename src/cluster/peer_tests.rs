@@ -45,7 +45,7 @@ struct Side {
 impl Side {
     fn new(generation: u64, facts: Option<SpaceFacts>, most: usize) -> Self {
         Self {
-            peer: Peer::with_room(SILENCE, facts, most),
+            peer: Peer::new(SILENCE, facts, Room { held: most, ..Room::default() }),
             generation,
             store: BTreeMap::new(),
             believed: BTreeSet::new(),
@@ -172,7 +172,7 @@ impl Pair {
         for (_, to, generation, word) in due {
             self.sides[to].peer.on_word(now, generation, word);
             self.sides[to].settle();
-            assert!(self.sides[to].peer.held_count() <= self.sides[to].peer.most);
+            assert!(self.sides[to].peer.held_count() <= self.sides[to].peer.room.held);
         }
         self.send_all();
     }
@@ -341,6 +341,12 @@ fn keys_over_the_limit_are_counted_and_not_kept() {
     pair.run(2);
     assert_eq!(pair.sides[1].peer.held_count(), 100);
     assert_eq!(pair.sides[1].peer.counts().over, 51);
+    // Once half of the room is free, what was left out is asked for again.
+    for n in 0..60 {
+        pair.sides[0].drop_row(n);
+    }
+    pair.run(30);
+    assert!(pair.agree(), "everything has room now");
 }
 
 #[test]

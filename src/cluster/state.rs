@@ -15,11 +15,12 @@ use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::identity::{Fingerprint, Pin};
-use super::peer::{Counts, Event, Match, Peer};
+use super::peer::{Counts, Event, Match, Peer, Room};
 use super::proto::{Hello, SpaceFacts, Word};
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::fault::{Code, Fault};
+use crate::base::mutant::{self, Mutant};
 use crate::meter::Meter;
 use crate::tasks::Tasks;
 use crate::transfer::{self, Fabric, Fetcher, Ticket, Tickets};
@@ -126,6 +127,7 @@ pub struct Shared {
     pub metrics: Metrics,
     pub transfer: transfer::Metrics,
     pub fabric: Fabric,
+    pub room: Room,
     pub tickets: Tickets,
     /// Wakes sessions when something is to be told.
     pub wake: watch::Sender<()>,
@@ -211,11 +213,12 @@ pub struct Parts {
     pub clock: Clock,
     pub tasks: Tasks,
     pub fabric: Fabric,
+    pub room: Room,
 }
 
 impl Shared {
     pub fn new(parts: Parts, pins: Vec<Pin>, meter: &Meter) -> Self {
-        let Parts { me, silence, clock, tasks, fabric } = parts;
+        let Parts { me, silence, clock, tasks, fabric, room } = parts;
         let shared = Self {
             me,
             silence,
@@ -224,6 +227,7 @@ impl Shared {
             metrics: Metrics::new(meter),
             transfer: transfer::Metrics::new(meter),
             fabric,
+            room,
             tickets: Tickets::default(),
             wake: watch::channel(()).0,
             changes: broadcast::channel(CHANGES).0,
@@ -249,17 +253,31 @@ impl Shared {
     /// For each fetcher, the indices of the keys that its peer holds. Keys that nobody holds are in none.
     pub fn holders(&self, space: Space, keys: impl Iterator<Item = RowKey>) -> Vec<(Fetcher, Vec<usize>)> {
         let state = self.state.lock();
-        let mut peers: Vec<(&Entry, &Fetcher, Vec<usize>)> = state
-            .peers
-            .values()
-            .filter_map(|e| e.fetcher.as_ref().map(|(_, fetcher)| (e, fetcher, Vec::new())))
-            .collect();
-        for (index, key) in keys.enumerate() {
-            if let Some((_, _, list)) = peers.iter_mut().find(|(e, ..)| e.peer.holds(space, &key)) {
-                list.push(index);
-            }
-        }
-        peers.into_iter().filter(|p| !p.2.is_empty()).map(|(_, f, list)| (f.clone(), list)).collect()
+        let of = |(entry, list): (&Entry, Vec<usize>)| {
+            entry.fetcher.as_ref().map(|(_, fetcher)| (fetcher.clone(), list))
+        };
+        state.holders(space, keys).into_iter().filter_map(of).collect()
+    }
+
+    /// As [`Self::holders`]: whom a fetch would ask, and with which ticket.
+    #[cfg(test)]
+    pub fn sources(&self, space: Space, keys: &[RowKey]) -> Vec<(Fingerprint, Ticket, Vec<usize>)> {
+        let state = self.state.lock();
+        let of = |(entry, list): (&Entry, Vec<usize>)| {
+            entry.fetcher.as_ref().map(|(ticket, _)| (entry.pin.fingerprint, *ticket, list))
+        };
+        state.holders(space, keys.iter().copied()).into_iter().filter_map(of).collect()
+    }
+
+    /// The ticket that opens rails to a node now.
+    #[cfg(test)]
+    pub fn ticket_of(&self, of: Fingerprint) -> Option<Ticket> {
+        self.state.lock().peers.get(&of)?.fetcher.as_ref().map(|(ticket, _)| *ticket)
+    }
+
+    #[cfg(test)]
+    pub fn look<T>(&self, of: Fingerprint, look: impl FnOnce(&Peer) -> T) -> T {
+        look(&self.state.lock().peers[&of].peer)
     }
 
     pub fn members(&self) -> Vec<Member> {
@@ -325,7 +343,7 @@ impl Shared {
             entry.pin = pin;
             return new;
         }
-        let mut peer = Peer::new(self.silence, state.facts.clone());
+        let mut peer = Peer::new(self.silence, state.facts.clone(), self.room);
         peer.tell(state.note.clone());
         let entry = Entry {
             peer,
@@ -479,7 +497,7 @@ impl Shared {
         Some(fed)
     }
 
-    /// Tells subscribers.
+    /// Tells subscribers. A key that another peer holds as well is neither news nor lost.
     fn spread(&self, state: &State, of: Fingerprint, event: Event) {
         let others = || state.peers.iter().filter(move |&(&f, _)| f != of).map(|(_, e)| &e.peer);
         match event {
@@ -487,17 +505,21 @@ impl Shared {
                 for key in removed.into_iter().filter(|key| !others().any(|o| o.holds(space, key))) {
                     let _ = self.changes.send(PeerChange::Removed(space, key));
                 }
-                for key in added {
+                for key in added.into_iter().filter(|key| !others().any(|o| o.holds(space, key))) {
                     let _ = self.changes.send(PeerChange::Added(space, key));
                 }
             }
             _ => {
                 let _ = self.changes.send(PeerChange::Gone);
+                let mut left: Vec<(Space, RowKey)> = Vec::new();
                 for other in others() {
                     let Match::Same(space) = *other.matched() else { continue };
-                    for key in other.held(space) {
-                        let _ = self.changes.send(PeerChange::Added(space, key));
-                    }
+                    left.extend(other.held(space).map(|key| (space, key)));
+                }
+                left.sort_unstable();
+                left.dedup();
+                for (space, key) in left {
+                    let _ = self.changes.send(PeerChange::Added(space, key));
                 }
             }
         }
@@ -519,7 +541,9 @@ impl Shared {
         if let Some((_, fetcher)) = entry.fetcher.take() {
             fetcher.close();
         }
-        self.tickets.revoke(entry.pin.fingerprint.0);
+        if !mutant::on(Mutant::KeepTicket) {
+            self.tickets.revoke(entry.pin.fingerprint.0);
+        }
         if let Some(session) = entry.session.take() {
             session.replaced.cancel();
         }
@@ -535,6 +559,25 @@ impl Shared {
         self.metrics.stale.inc_by(new.stale - old.stale);
         self.metrics.over.inc_by(new.over - old.over);
         entry.counted = new;
+    }
+}
+
+impl State {
+    /// For each peer whose rails are open, the indices of the keys that it holds; no key twice.
+    fn holders(
+        &self,
+        space: Space,
+        keys: impl Iterator<Item = RowKey>,
+    ) -> impl IntoIterator<Item = (&Entry, Vec<usize>)> {
+        let open = self.peers.values().filter(|entry| entry.fetcher.is_some());
+        let mut peers: Vec<(&Entry, Vec<usize>)> = open.map(|entry| (entry, Vec::new())).collect();
+        for (index, key) in keys.enumerate() {
+            if let Some((_, list)) = peers.iter_mut().find(|(entry, _)| entry.peer.holds(space, &key)) {
+                list.push(index);
+            }
+        }
+        peers.retain(|(_, list)| !list.is_empty());
+        peers
     }
 }
 
