@@ -60,6 +60,8 @@ pub enum Event {
     Note(String),
     /// What opens data connections to the peer.
     Ticket(Ticket),
+    /// Rows that the peer is likely to drop.
+    Offered { space: Space, keys: Vec<(RowKey, u32)> },
     /// The session is over: close the connection.
     Down(String),
 }
@@ -128,6 +130,7 @@ struct Due {
     facts: bool,
     resync: bool,
     beat: bool,
+    offer: Vec<(RowKey, u32)>,
 }
 
 /// What we tell of ourselves.
@@ -264,7 +267,7 @@ impl Peer {
             self.generation = generation;
         }
         self.up = Some(Up { heard: now, beat: now.plus(self.silence / BEATS) });
-        self.due = Due { ticket: Some(ticket), facts: true, resync: false, beat: true };
+        self.due = Due { ticket: Some(ticket), facts: true, beat: true, ..Due::default() };
         self.hearing.building = None;
         self.hearing.asked = None;
         self.tell_anew();
@@ -296,6 +299,17 @@ impl Peer {
     /// JSON for the next heartbeats.
     pub fn tell(&mut self, note: String) {
         self.note = note;
+    }
+
+    /// Rows that this node is likely to drop, to be taken over by the peer. The last offer counts. False when the peer
+    /// has no use for them.
+    pub fn offer(&mut self, space: Space, mut keys: Vec<(RowKey, u32)>) -> bool {
+        let of_use = self.is_up() && self.matched == Match::Same(space);
+        if of_use {
+            keys.truncate(MAX_KEYS);
+            self.due.offer = keys;
+        }
+        of_use
     }
 
     /// What this node holds of `space`; answers [`Event::Tell`].
@@ -375,18 +389,24 @@ impl Peer {
                 self.on_beat(now, facts, (epoch, seq), complete, note);
             }
             Word::Ticket(ticket) => self.events.push_back(Event::Ticket(ticket)),
+            Word::Offer { space, keys } => {
+                if self.matched == Match::Same(space) {
+                    self.events.push_back(Event::Offered { space, keys });
+                }
+            }
             Word::Bye => self.on_disconnected("it stopped"),
         }
     }
 
     /// Something could be sent.
     pub fn wants_to_send(&self) -> bool {
-        let Due { ticket, facts, resync, beat } = &self.due;
+        let Due { ticket, facts, resync, beat, offer } = &self.due;
         self.is_up()
             && (ticket.is_some()
                 || *facts
                 || *resync
                 || *beat
+                || !offer.is_empty()
                 || self.telling.snapshot.is_some()
                 || !self.telling.pending.is_empty())
     }
@@ -411,6 +431,10 @@ impl Peer {
             let note = self.note.clone();
             return Some(Word::Heartbeat { facts: self.number, epoch, seq, complete, note });
         }
+        if let (Match::Same(space), false) = (&self.matched, self.due.offer.is_empty()) {
+            return Some(Word::Offer { space: *space, keys: std::mem::take(&mut self.due.offer) });
+        }
+        self.due.offer.clear();
         self.telling.next(self.room.part)
     }
 

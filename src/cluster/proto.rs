@@ -15,6 +15,7 @@
 //! 6 RESYNC     generation u64                                   tell me everything again
 //! 7 HEARTBEAT  generation u64 | facts u32 | epoch u32 | seq u64 | complete u8 | note u32 + JSON
 //! 8 TICKET     generation u64 | ticket 32                       opens data connections, as long as this session lives
+//! 10 OFFER     generation u64 | space 36 | count u32 × (key 36 | position u32)      the sender will drop these
 //! 9 BYE        generation u64                                   the node stops
 //! text = length u16 | UTF-8
 //! ```
@@ -31,7 +32,7 @@ use crate::base::codec::{Malformed, Reader, Writer};
 use crate::transfer::{Ticket, put_space, take_space};
 
 /// Version of this file.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Largest frame, length field excluded: facts of 64 × 8 KiB.
 pub const MAX_FRAME: usize = 1 << 20;
@@ -115,6 +116,11 @@ pub enum Word {
         note: String,
     },
     Ticket(Ticket),
+    /// Rows that the sender is likely to drop soon, for whoever has room.
+    Offer {
+        space: Space,
+        keys: Vec<(RowKey, u32)>,
+    },
     Bye,
 }
 
@@ -271,6 +277,7 @@ impl Word {
             Self::Heartbeat { .. } => 7,
             Self::Ticket(_) => 8,
             Self::Bye => 9,
+            Self::Offer { .. } => 10,
         }
     }
 
@@ -295,6 +302,10 @@ impl Word {
                 for key in removed {
                     w.bytes(&key.to_bytes());
                 }
+            }
+            Self::Offer { space, keys } => {
+                put_space(w, space);
+                put_keys(w, keys);
             }
             Self::Resync | Self::Bye => {}
             Self::Heartbeat { facts, epoch, seq, complete, note } => {
@@ -338,6 +349,7 @@ impl Word {
             }
             8 => Self::Ticket(Ticket(r.array()?)),
             9 => Self::Bye,
+            10 => Self::Offer { space: take_space(r)?, keys: take_keys(r)? },
             other => return Err(Malformed::Unknown { what: "kind of message", value: other.into() }),
         })
     }
@@ -369,7 +381,7 @@ mod tests {
                 data: vec!["h:2".into(), "i:2".into()],
                 secret: Some(Secret([9; 16])),
             }),
-            Message::ForeignHello(2),
+            Message::ForeignHello(VERSION + 1),
             Message::Refused("no".into()),
             word(Word::Facts { number: 2, facts: Some(SpaceFacts { space, what }) }),
             word(Word::Facts { number: 3, facts: None }),
@@ -384,6 +396,7 @@ mod tests {
             word(Word::Resync),
             word(Word::Heartbeat { facts: 2, epoch: 3, seq: 4, complete: true, note: "{}".into() }),
             word(Word::Ticket(Ticket([5; 32]))),
+            word(Word::Offer { space, keys: vec![(key(1), 16)] }),
             word(Word::Bye),
         ]
     }

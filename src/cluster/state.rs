@@ -4,13 +4,13 @@
 //! diallers and the handle take the lock for a moment each, feed a machine, and carry out what it says before they
 //! let go, so that a subscriber's snapshot and its changes fit without a gap. The lock is never held across a wait.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntCounterVec, IntGauge};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -25,6 +25,9 @@ use crate::meter::Meter;
 use crate::tasks::Tasks;
 use crate::transfer::{self, Fabric, Fetcher, Ticket, Tickets};
 
+/// Offers that are kept until they are looked at; each node makes one every ten seconds.
+const OFFERS: usize = 16;
+
 /// Changes that a subscriber may be behind before it has to subscribe again.
 const CHANGES: usize = 8192;
 
@@ -37,7 +40,7 @@ pub enum PeerChange {
     Gone,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemberState {
     Connected,
@@ -45,7 +48,7 @@ pub enum MemberState {
 }
 
 /// Another node, for people and for the router.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Member {
     pub name: String,
     /// SHA-256 of its certificate, in hex.
@@ -142,6 +145,8 @@ struct State {
     note: String,
     join: Join,
     sessions: u64,
+    /// Rows that other nodes offered, until they are taken.
+    offers: VecDeque<(Space, Vec<(RowKey, u32)>)>,
 }
 
 /// How joining by a token stands.
@@ -259,6 +264,35 @@ impl Shared {
         state.holders(space, keys).into_iter().filter_map(of).collect()
     }
 
+    /// Which of these keys some other node holds, from which they can be fetched.
+    pub fn held(&self, space: Space, keys: &[RowKey]) -> Vec<bool> {
+        let state = self.state.lock();
+        let open = || state.peers.values().filter(|entry| entry.fetcher.is_some());
+        keys.iter().map(|key| open().any(|entry| entry.peer.holds(space, key))).collect()
+    }
+
+    /// Offers rows of which nobody else has a copy to one of the nodes that can use them, another one each `turn`.
+    /// Gives how many.
+    pub fn offer(&self, space: Space, mut rows: Vec<(RowKey, u32)>, turn: usize) -> usize {
+        let mut state = self.state.lock();
+        rows.retain(|(key, _)| !state.peers.values().any(|entry| entry.peer.holds(space, key)));
+        let fit = |entry: &&Entry| *entry.peer.matched() == Match::Same(space) && entry.peer.is_up();
+        let count = state.peers.values().filter(fit).count();
+        let chosen = state.peers.values().filter(fit).nth(turn % count.max(1)).map(|e| e.pin.fingerprint);
+        let Some(of) = chosen.filter(|_| !rows.is_empty()) else { return 0 };
+        let offered = rows.len();
+        let taken = self.feed(&mut state, of, |peer| peer.offer(space, rows)) == Some(true);
+        drop(state);
+        self.wake.send_replace(());
+        if taken { offered } else { 0 }
+    }
+
+    /// What other nodes have offered of this space since it was asked last.
+    pub fn take_offers(&self, space: Space) -> Vec<Vec<(RowKey, u32)>> {
+        let offers = std::mem::take(&mut self.state.lock().offers);
+        offers.into_iter().filter(|(of, _)| *of == space).map(|(_, rows)| rows).collect()
+    }
+
     /// As [`Self::holders`]: whom a fetch would ask, and with which ticket.
     #[cfg(test)]
     pub fn sources(&self, space: Space, keys: &[RowKey]) -> Vec<(Fingerprint, Ticket, Vec<usize>)> {
@@ -363,8 +397,27 @@ impl Shared {
         true
     }
 
+    /// Does not know a node any more. Its session ends, and what it held is forgotten.
+    pub fn unpin(&self, of: Fingerprint) {
+        let mut state = self.state.lock();
+        self.feed(&mut state, of, |peer| peer.on_disconnected("it was forgotten"));
+        if let Some(entry) = state.peers.remove(&of) {
+            entry.moved.notify_waiters();
+        }
+    }
+
+    /// Known nodes with this name or, in hex, this fingerprint or its beginning.
+    pub fn named(&self, name: &str) -> Vec<Pin> {
+        let begins = |pin: &Pin| name.len() >= 8 && pin.fingerprint.to_string().starts_with(name);
+        self.pins().into_iter().filter(|pin| pin.name == name || begins(pin)).collect()
+    }
+
     pub fn pins(&self) -> Vec<Pin> {
         self.state.lock().peers.values().map(|e| e.pin.clone()).collect()
+    }
+
+    pub fn is_up(&self, of: Fingerprint) -> bool {
+        self.state.lock().peers.get(&of).is_some_and(|entry| entry.peer.is_up())
     }
 
     pub fn knows(&self, of: Fingerprint) -> bool {
@@ -377,6 +430,11 @@ impl Shared {
         let named = |e: &&Entry| e.pin.name == name || e.pin.fingerprint.to_string() == name;
         let found = state.peers.values().filter(named).max_by_key(|e| e.peer.is_up());
         found.map(|e| e.pin.clone())
+    }
+
+    /// Whether this is still the node whose waker this is: a node that was forgotten and came back has another.
+    pub fn is_known_by(&self, of: Fingerprint, moved: &Arc<Notify>) -> bool {
+        self.state.lock().peers.get(&of).is_some_and(|entry| Arc::ptr_eq(&entry.moved, moved))
     }
 
     /// Where to dial a node that has no session; `None` while it has one.
@@ -485,6 +543,12 @@ impl Shared {
                 Event::Note(note) => entry.note = serde_json::from_str(&note).unwrap_or_default(),
                 Event::Ticket(ticket) => self.open_rails(entry, ticket),
                 Event::Down(why) => self.down(entry, why),
+                Event::Offered { space, keys } => {
+                    if state.offers.len() == OFFERS {
+                        state.offers.pop_front();
+                    }
+                    state.offers.push_back((space, keys));
+                }
                 Event::Changed { .. } | Event::Forgotten => spread.push(event),
             }
         }
