@@ -839,3 +839,150 @@ async fn a_node_that_is_forgotten_is_a_stranger_until_it_has_a_token() {
     third.end().await;
     end([first, second]).await;
 }
+
+/// Where the node lives that is killed, its generation, and the token with which it joined.
+const KILLED: [&str; 3] = ["KILLED_FOLDER", "KILLED_GENERATION", "KILLED_TOKEN"];
+const KILLS: u64 = 50;
+/// Rows that it may hold; the ones of the survivor come after them.
+const ROWS: u32 = 2000;
+const SURVIVORS: std::ops::Range<u32> = 10_000..10_100;
+
+/// The other process of the test below, which starts it; by itself it does nothing.
+#[test]
+#[ignore = "a process that another test starts and kills"]
+fn the_node_that_is_killed() {
+    let [Ok(folder), Ok(generation), Ok(token)] = KILLED.map(std::env::var) else { return };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(live_until_killed(PathBuf::from(folder), generation.parse().unwrap(), token));
+}
+
+async fn live_until_killed(folder: PathBuf, generation: u64, token: String) {
+    let (tasks, meter) = (Tasks::new(), Meter::new());
+    let options = store::Options {
+        folder: folder.join("segments"),
+        capacity: Bytes::mib(64),
+        segment: Bytes::mib(1),
+        io: Io::Auto,
+        queue_depth: 8,
+    };
+    let (store, _) = Store::open(options, DiskKind::Real, Clock::real(), &meter).unwrap();
+    let options = Options {
+        name: "killed".into(),
+        identity: folder.join("identity"),
+        control: "127.0.0.1:0".into(),
+        data: "127.0.0.1:0".into(),
+        seen_as: SeenAs::default(),
+        join: Some(token),
+        silence: Duration::from_secs(2),
+        serve_memory: Bytes::kib(256),
+        sharing: Sharing::default(),
+        generation,
+    };
+    let cluster = Cluster::start(options, store.clone(), Clock::real(), &tasks, &meter).await.unwrap();
+    cluster.set_space(Some(facts("0.32.0")));
+    let node = Node { cluster, store, tasks, meter };
+    let rows = area(20);
+    for turn in 0_u32.. {
+        let from = turn.wrapping_mul(7919) % (ROWS - 20);
+        node.hold(from..from + 20).await;
+        let from = SURVIVORS.start + turn % 80;
+        let outcomes = node.cluster.fetch(&rows, items(from..from + 20), None).await;
+        // A wrong row ends this process with another status than the kill.
+        check_rows(&rows, &outcomes, from..from + 20);
+    }
+}
+
+fn number(key: &RowKey) -> u32 {
+    u32::from_le_bytes(key.hash.0[..4].try_into().unwrap())
+}
+
+/// Fetches some of what is known, and looks at every byte. How many came, and how many did not.
+async fn fetch_known(node: &Node, rows: &Arc<Rows>, turn: usize) -> (u64, u64) {
+    let known: Vec<u32> = node.cluster.subscribe(space()).0.iter().map(number).collect();
+    if known.is_empty() {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        return (0, 0);
+    }
+    let numbers: Vec<u32> =
+        (0..rows.count() as usize).map(|n| known[(turn * 37 + n * 11) % known.len()]).collect();
+    let item = |(row, &n): (u32, &u32)| RowItem { key: key(n), position: (n + 1) * 16, row };
+    let items: Vec<RowItem> = (0..).zip(&numbers).map(item).collect();
+    let chain: Vec<(RowKey, u32)> = items.iter().map(|item| (item.key, item.position)).collect();
+    node.cluster.used(space(), &chain);
+    let outcomes = node.cluster.fetch(rows, items, Some(Clock::real().now().plus(MINUTE))).await;
+    let mut came = 0;
+    for ((row, n), outcome) in (0..).zip(numbers).zip(&outcomes) {
+        if *outcome == Outcome::FromPeer {
+            came += 1;
+            rows.look(row, |row| assert!(row == payload(n), "row {n} is not what was stored"));
+        }
+    }
+    (came, outcomes.len() as u64 - came)
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[tokio::test]
+async fn a_process_killed_fifty_times_costs_rows_and_leaks_nothing() {
+    use std::os::unix::process::ExitStatusExt;
+    let mut home = Home::new("survivor");
+    home.silence = Duration::from_secs(2);
+    let folder = tempfile::tempdir().unwrap();
+    let survivor = home.start(1, None).await;
+    survivor.hold(SURVIVORS).await;
+    survivor.cluster.set_rows(Some(area(4)));
+    let token = survivor.cluster.invite();
+    let child = |generation: u64| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", "the_node_that_is_killed", "--nocapture"]);
+        for (name, value) in
+            KILLED.iter().zip([folder.path().to_str().unwrap(), &generation.to_string(), &token])
+        {
+            command.env(name, value);
+        }
+        command.stdout(std::process::Stdio::null()).spawn().unwrap()
+    };
+    let kill = |mut child: std::process::Child| {
+        child.kill().unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(9), "it ended by itself before it was killed");
+    };
+    // The first life joins, in peace.
+    let first = child(1);
+    until("rows of it", || survivor.count("cluster_peer_keys") > 0).await;
+    kill(first);
+    until("it is gone", || !survivor.is_connected()).await;
+    let before = descriptors();
+    let rows = area(24);
+    let (mut came, mut failed, mut turn, mut connected) = (0, 0, 0, 0);
+    for life in 0..KILLS {
+        let child = child(2 + life);
+        // From before it listens until well after it serves.
+        let end = tokio::time::Instant::now() + Duration::from_millis(rand::random_range(20..500));
+        while tokio::time::Instant::now() < end {
+            let (some, others) = fetch_known(&survivor, &rows, turn).await;
+            (came, failed, turn) = (came + some, failed + others, turn + 1);
+        }
+        connected += u64::from(survivor.is_connected());
+        // In the middle of a fetch, where there is one.
+        let (fetched, ()) = tokio::join!(fetch_known(&survivor, &rows, turn), async { kill(child) });
+        (came, failed, turn) = (came + fetched.0, failed + fetched.1, turn + 1);
+    }
+    assert!(connected > KILLS / 4, "it was connected at {connected} of {KILLS} kills");
+    assert!(came > 500, "{came} rows came, {failed} did not");
+    // The last life is let live: everything that it is known to hold comes.
+    let last = child(2 + KILLS);
+    until("it is back", || survivor.is_connected() && survivor.count("cluster_peer_keys") > 20).await;
+    until("rails", || survivor.count("transfer_rails") > 0).await;
+    let (came, failed) = fetch_known(&survivor, &rows, 0).await;
+    assert_eq!((came, failed), (24, 0));
+    kill(last);
+    until("it is forgotten", || !survivor.is_connected() && survivor.count("cluster_peer_keys") == 0).await;
+    assert!(survivor.cluster.subscribe(space()).0.is_empty());
+    until("descriptors are given back", || descriptors() <= before).await;
+    assert_eq!(survivor.count("transfer_rails"), 0);
+    until("nothing holds the rows", || Arc::strong_count(&rows) == 1).await;
+    assert_eq!(survivor.cluster.members().len(), 1, "fifty lives of one node");
+    survivor.end().await;
+}
