@@ -177,10 +177,10 @@ pub async fn run(inner: Arc<Inner>) {
     let mut own: Option<Arc<Rows>> = None;
     let mut turn = 0;
     loop {
-        if engine.has_changed().unwrap_or(false) {
-            if let Some(rows) = own.take() {
-                inner.store.detach(rows.id).await;
-            }
+        if engine.has_changed().unwrap_or(false)
+            && let Some(rows) = own.take()
+        {
+            inner.store.detach(rows.id).await;
         }
         let rows = engine.borrow_and_update().clone();
         let more = match &rows {
