@@ -3,7 +3,8 @@
 //! Each node has a key of its own and knows others by their certificates; a token lets a new one in ([`token`],
 //! [`identity`], [`link`]). Nodes that know each other keep one control connection, on which each tells the other
 //! what it holds ([`proto`], [`peer`], [`drive`]); rows travel on data connections of their own
-//! ([`crate::transfer`]). There is no master and no vote: a node that hears nothing of another forgets what the
+//! ([`crate::transfer`]). In idle moments rows that several nodes use are copied, and those that a full node would drop
+//! are taken over ([`share`], [`copy`]). There is no master and no vote: a node that hears nothing of another forgets what the
 //! other held, serves alone, and goes on dialling. Everything here is a hint that makes a cache larger: when it is
 //! wrong or gone, rows are computed again.
 

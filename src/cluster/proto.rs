@@ -194,10 +194,14 @@ impl Hello {
 }
 
 impl SpaceFacts {
-    /// As many facts, as long, as a message takes; what is over is cut, on both nodes alike.
+    /// As many facts, as long, as a message takes; what is over is cut, on both nodes alike. Of a model of many files
+    /// some are left out before anything else is: those differ together, and the namespace still tells.
     pub fn bounded(mut self) -> Self {
         let cut = |text: &str| text[..text.floor_char_boundary(MAX_TEXT)].to_owned();
-        self.what = self.what.iter().take(MAX_FACTS).map(|(k, v)| (cut(k), cut(v))).collect();
+        let (files, rest): (Vec<_>, Vec<_>) =
+            self.what.iter().partition(|(name, _)| name.starts_with("model."));
+        let kept = rest.into_iter().chain(files).take(MAX_FACTS);
+        self.what = kept.map(|(name, value)| (cut(name), cut(value))).collect();
         self
     }
 
@@ -411,6 +415,16 @@ mod tests {
                 assert_ne!(Message::decode(&frame[4..cut]), Ok(message.clone()), "{message:?} at {cut}");
             }
         }
+    }
+
+    #[test]
+    fn of_more_facts_than_fit_files_of_the_model_are_left_out_first() {
+        let files = (0..100).map(|n| (format!("model.{n:03}.safetensors"), "x".to_owned()));
+        let rest = ["hash.seed", "version.vllm"].map(|name| (name.to_owned(), "1".to_owned()));
+        let space = Space { namespace: Namespace([8; 32]), rank: Rank::ONLY };
+        let facts = SpaceFacts { space, what: files.chain(rest).collect() }.bounded();
+        assert_eq!(facts.what.len(), MAX_FACTS);
+        assert!(facts.what.contains_key("hash.seed") && facts.what.contains_key("version.vllm"));
     }
 
     #[test]
