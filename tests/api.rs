@@ -702,7 +702,7 @@ async fn while_no_engine_is_ready_a_time_to_try_again_is_given() {
     for (path, anthropic) in SHAPES {
         let got = node.ask(path, HI).await;
         let kind = if anthropic { "overloaded_error" } else { "service_unavailable_error" };
-        assert_error(&got, anthropic, 503, kind, "engine_not_ready", "a is loading its model");
+        assert_error(&got, anthropic, 503, kind, "engine_not_ready", "a: is loading its model");
         assert_eq!(got.header("retry-after"), Some("5"));
     }
 }
@@ -843,14 +843,14 @@ async fn a_request_is_passed_on_with_its_bytes_and_never_further() {
     assert_eq!((got.status, got.text().as_str(), got.header("x-spark-box")), (200, "{\"y\": 1}", Some("b")));
     let (there, here) = (b.outcome().await, a.outcome().await);
     assert_eq!((here.node.as_deref(), here.forwarded_from.as_deref()), (Some("b"), None));
-    assert_eq!(here.why, "b is the only node that can serve it: a is starting");
+    assert_eq!(here.why, "b is the only node that can serve it: a: is starting");
     assert_eq!((there.node.as_deref(), there.forwarded_from.as_deref()), (Some("b"), Some("a")));
     assert_eq!(there.why, "b serves it: a passed it on");
     // What cannot be served there is not passed back.
     b.router.set_own(own(&engine.url, Fit::Unfit("is stopping".into())));
     let got = a.ask(CHAT, HI).await;
     assert_eq!(got.status, 503);
-    assert!(got.text().contains("b is stopping"), "{}", got.text());
+    assert!(got.text().contains("b: is stopping"), "{}", got.text());
 }
 
 #[tokio::test]

@@ -257,6 +257,28 @@ fn status_finds_the_node_through_its_root_and_shows_one_screen() {
 }
 
 #[test]
+fn status_of_another_machines_node_shows_a_key_that_lies_in_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("keys");
+    let file = file.to_str().unwrap();
+    for line in ["hunter2-hunter2", "# mine\n\nme:hunter2-hunter2\n"] {
+        std::fs::write(file, line).unwrap();
+        let (url, served) = answering(serde_json::to_vec(&sample(Verdict::Ok)).unwrap());
+        let out = run(&["status", "--url", &url, "--key-file", file], &[]);
+        assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+        assert!(served.join().unwrap().contains("\r\nAuthorization: Bearer hunter2-hunter2\r\n"));
+    }
+    for (line, why) in [("", "it is empty"), ("me:two words", "its first line is no key")] {
+        std::fs::write(file, line).unwrap();
+        let out = run(&["status", "--url", "http://127.0.0.1:1", "--key-file", file], &[]);
+        let talk = text(&out.stderr);
+        assert!(out.status.code() == Some(64) && talk.contains(why) && !talk.contains("words"), "{talk}");
+    }
+    let out = run(&["status", "--key-file", file], &[]);
+    assert_eq!(out.status.code(), Some(64), "a key of this node is found by itself");
+}
+
+#[test]
 fn status_of_a_node_that_is_down_or_is_none_is_exit_code_2() {
     let (url, _served) = answering(serde_json::to_vec(&sample(Verdict::Down)).unwrap());
     let out = run(&["status", "--url", &url, "--json"], &[]);

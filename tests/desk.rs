@@ -155,3 +155,40 @@ fn drops(node: &Node, short: &str) {
     let kept = row.last().unwrap();
     assert_eq!(told(node, &["drop", "--key", &hex::encode(kept.key.to_bytes())], 0)["changed"], 1);
 }
+
+#[test]
+fn an_operator_sees_the_other_node_and_takes_it_out_when_it_is_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = Spec { name: "a", profile: "cpu-tiny", settings: SETTINGS, join: None, mutant: None };
+    let mut a = Node::start(folder.path(), &spec);
+    a.await_ready(PATIENCE);
+    let cluster = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_spark-kv"));
+        let out = command.arg("cluster").args(words).arg("--root").arg(&a.root).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (out.status.code().unwrap(), text(&out.stdout), text(&out.stderr))
+    };
+    let (code, said, _) = cluster(&["ls"]);
+    assert_eq!((code, said.as_str()), (0, "no other node is known\n"));
+    let spec = Spec { name: "b", join: Some(a.invite()), ..spec };
+    let mut b = Node::start(folder.path(), &spec);
+    a.await_peer();
+    let (code, said, _) = cluster(&["ls", "--json"]);
+    let listed: Value = serde_json::from_str(&said).unwrap();
+    assert_eq!((code, &listed[0]["name"], &listed[0]["state"]), (0, &json!("b"), &json!("connected")));
+    let (code, said, _) = cluster(&["ls"]);
+    assert!(code == 0 && said.starts_with("b  connected for "), "{said}");
+
+    let (code, said, why) = cluster(&["forget", "c"]);
+    assert!(code == 1 && said.is_empty() && why.contains("no node `c` is known"), "{code}: {why}");
+    // A page in a browser on this machine has no key of the operator's.
+    let asked = agent().post(a.url("/api/v1/cluster/forget")).send_json(json!({"node": "b"})).unwrap();
+    assert_eq!(asked.status(), 403);
+
+    assert_eq!(b.stop(), Some(0));
+    let peer = || a.health().map(|(_, body)| body["checks"]["peer"].clone());
+    await_some("b is missed", PATIENCE, || (peer()?["ok"] == false).then_some(()));
+    let (code, said, why) = cluster(&["forget", "b"]);
+    assert_eq!((code, said.as_str()), (0, "b is not known any more; a token lets it in again\n"), "{why}");
+    assert_eq!(peer().unwrap(), json!({"ok": true, "what": "none joined, this box serves alone"}));
+}

@@ -135,6 +135,7 @@ impl House {
                     join,
                     silence: Duration::from_secs(3),
                     serve_memory: Bytes::mib(8),
+                    sharing: cluster::Sharing::default(),
                     generation: 1,
                 };
                 Some(Cluster::start(options, store.clone(), clock.clone(), &tasks, &meter).await.unwrap())

@@ -115,6 +115,34 @@ fn rows_come_back_from_the_own_drive_and_from_the_other_node() {
     a.await_peer();
 }
 
+#[test]
+fn a_prompt_that_both_nodes_use_is_copied_and_outlives_the_node_that_wrote_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut a, b) = pair(folder.path(), &settings(&mock(), ""), None);
+    let prompt = words(7, 900);
+    let cold = complete(&a, MODEL, &prompt, 8);
+    a.await_stored();
+    b.await_index_of(&a);
+    let before = b.metric("sparkkv_store_rows");
+    for turn in 1..=2 {
+        let answer = complete(&b, MODEL, &prompt, 8);
+        assert_eq!(answer.text(), cold.text());
+        assert!(sources(&b, &answer)["peer"].as_u64().unwrap() > 800, "{turn}: {:?}", sources(&b, &answer));
+        b.await_stored();
+        // A few rows of the answer are b's own. What it has fetched it does not write, until it is used again.
+        assert!(turn == 2 || b.metric("sparkkv_store_rows") < before + 10.0, "written once");
+        forget(&b);
+    }
+    let copied = || b.metric("sparkkv_cluster_copied_rows_total{why=\"used\"}");
+    await_some("copies", PATIENCE, || (copied() >= 50.0).then_some(()));
+    assert_eq!(a.stop(), Some(0));
+    a.await_gone();
+    let alone = complete(&b, MODEL, &prompt, 8);
+    assert_eq!(alone.text(), cold.text());
+    assert!(sources(&b, &alone)["drive"].as_u64().unwrap() > 800, "{:?}", sources(&b, &alone));
+    assert_eq!(wrong_rows(&b), 0.0);
+}
+
 /// Clients that never stop asking; each answer is checked against the first one for its prompt.
 struct Load {
     stop: AtomicBool,

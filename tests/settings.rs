@@ -270,6 +270,8 @@ fn impossible_values_are_refused_with_their_origin() {
         ("cluster.address", "box", "is not an IP address"),
         ("cluster.silence_s", "0", "must be from 1"),
         ("cluster.join", "hunter2", "not a join token"),
+        ("cluster.copy_rate", "1023KiB", "must be at least 1MiB"),
+        ("cluster.copy_share", "101", "must be from 0 to 100"),
         ("router.idle_timeout_s", "0", "must be at least 1"),
         ("log.level", "info,=", "not a filter"),
     ] {

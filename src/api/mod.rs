@@ -1,8 +1,7 @@
 //! The faces of a node: what speaks to it from outside.
 //!
-//! `open` is what clients talk to, `admin` what operators look at, `desk` what they do with the store; they share the
-//! public port. `local` is the engine's
-//! door, a Unix socket.
+//! `open` is what clients talk to, `admin` what operators look at, `desk` what they do with the store, `members` what
+//! with other nodes; they share the public port. `local` is the engine's door, a Unix socket.
 
 pub mod admin;
 mod body;
@@ -10,6 +9,7 @@ pub mod desk;
 mod errors;
 mod keys;
 pub mod local;
+pub mod members;
 pub mod open;
 mod serve;
 

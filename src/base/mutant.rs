@@ -29,6 +29,14 @@ pub enum Mutant {
     LateWrite,
     /// Bytes that a group does not cover are stored as found.
     KeepForeignBytes,
+    /// Words of another node's earlier life are heard.
+    SkipGeneration,
+    /// Changes of another node's index are applied although some before them are missing.
+    SkipGap,
+    /// What a node that is gone was known to hold is not forgotten.
+    KeepDead,
+    /// The ticket of a session that ended stays good.
+    KeepTicket,
 }
 
 /// Name of the environment variable that arms a mutant.

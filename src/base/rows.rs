@@ -40,6 +40,14 @@ impl Rows {
         Ok(Arc::new(Self { id, space, row_bytes, count: hello.rows, covered, kinds, map }))
     }
 
+    /// `count` rows of the same layout, in memory of this process alone.
+    pub fn twin(&self, id: AreaId, count: u32) -> std::io::Result<Arc<Self>> {
+        let (map, _) = Mapping::anonymous("copies", self.row_bytes * count as usize)?;
+        let (space, row_bytes, covered, kinds) =
+            (self.space, self.row_bytes, self.covered.clone(), self.kinds.clone());
+        Ok(Arc::new(Self { id, space, row_bytes, count, covered, kinds, map }))
+    }
+
     /// Gives the whole area its memory now ([`Mapping::populate`]): otherwise the first load of each row waits for it.
     ///
     /// # Errors

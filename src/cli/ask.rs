@@ -33,9 +33,13 @@ pub(super) fn not_found(what: String) -> anyhow::Error {
 }
 
 impl Running {
-    /// A node of any machine: a key of ours would mean nothing to it.
-    pub fn at(url: &str) -> Self {
-        Self { url: url.to_owned(), key: String::new() }
+    /// A node of any machine. A key of ours would mean nothing to it; one of its API keys may lie in a file.
+    pub fn at(url: &str, key_file: Option<&Path>) -> anyhow::Result<Self> {
+        let key = match key_file {
+            Some(file) => first_key(file)?,
+            None => String::new(),
+        };
+        Ok(Self { url: url.to_owned(), key })
     }
 
     /// The node that has left its note here.
@@ -115,7 +119,7 @@ impl Running {
         let head = read_head(&mut answer).map_err(silent)?.ok_or_else(|| odd("not as a web server does"))?;
         match head.split_whitespace().nth(1) {
             Some("200") => Ok(answer),
-            Some("401") => Err(odd("wants a key for its state")),
+            Some("401") => Err(odd("wants an API key for its state (--key-file)")),
             Some("404") if verb == "GET" => {
                 Err(odd(&format!("with 404 to {path}: it is of another version")))
             }
@@ -128,6 +132,22 @@ impl Running {
                 })
             }
         }
+    }
+}
+
+/// The first key of a file: a line that is one, or `name:key`. Never from the arguments, which everybody can see.
+fn first_key(file: &Path) -> anyhow::Result<String> {
+    let no_key = |why: String| -> anyhow::Error {
+        Told { exit: Exit::Usage, what: format!("no API key in {}: {why}", file.display()) }.into()
+    };
+    let text = std::fs::read_to_string(file).map_err(|error| no_key(error.to_string()))?;
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let line = lines.next().ok_or_else(|| no_key("it is empty".to_owned()))?;
+    let key = line.split_once(':').map_or(line, |(_, key)| key.trim());
+    // It becomes part of a header.
+    match key.chars().all(|c| c.is_ascii_graphic()) && !key.is_empty() {
+        true => Ok(key.to_owned()),
+        false => Err(no_key("its first line is no key".to_owned())),
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod ask;
 mod bench;
+mod cluster;
 mod config;
 mod out;
 mod run;
@@ -45,6 +46,9 @@ enum Verb {
     /// Look at the rows on the drive, verify, pin or drop them.
     #[command(subcommand)]
     Store(store::Verb),
+    /// List the nodes that the running one knows, or forget one.
+    #[command(subcommand)]
+    Cluster(cluster::Verb),
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
@@ -125,6 +129,9 @@ struct Status {
     /// Address of the node's public port. Without it the running node is found through its root.
     #[arg(long, value_name = "URL")]
     url: Option<String>,
+    /// File with the API key for --url: the key, or a `name:key` line as in listen.api_keys_file.
+    #[arg(long, value_name = "FILE", requires = "url")]
+    key_file: Option<PathBuf>,
     /// Everything the node says, as JSON.
     #[arg(long)]
     json: bool,
@@ -293,6 +300,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Trace(Trace::Info(order)) => trace::info(&order),
         Verb::Sim(order) => sim::play(order),
         Verb::Store(verb) => store::run(verb),
+        Verb::Cluster(verb) => cluster::run(verb),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),
     };

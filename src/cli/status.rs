@@ -17,7 +17,7 @@ const SHOWN: usize = 10;
 
 pub(super) fn show(status: &Status) -> anyhow::Result<Exit> {
     let running = match &status.url {
-        Some(url) => Running::at(url),
+        Some(url) => Running::at(url, status.key_file.as_deref())?,
         None => {
             let loaded = load(&status.layers.inputs().with_environment())?;
             Running::find(&loaded.places.node_file())?

@@ -218,17 +218,30 @@ async fn know(inner: &Arc<Inner>, of: Fingerprint, name: &str, address: &str) ->
         return Err(identity::Error::Damaged { path, what });
     }
     if inner.shared.pin(pin) {
-        let (folder, pins) = (inner.folder.clone(), inner.shared.pins());
-        let written = tokio::task::spawn_blocking(move || identity::write_pins(&folder, &pins)).await;
-        written.unwrap_or_else(|panic| {
-            let source = io::Error::other(panic);
-            Err(identity::Error::Io { path: inner.folder.clone(), source })
-        })?;
+        write(inner, inner.shared.pins()).await?;
     }
     if first {
         dial_always(inner, of, PAUSE_FIRST);
     }
     Ok(())
+}
+
+/// Does not know a node any more, on the drive too: it can come back only by a token.
+pub async fn forget(inner: &Arc<Inner>, of: Fingerprint) -> Result<(), identity::Error> {
+    let _one_writer = inner.pin_file.lock().await;
+    let pins: Vec<Pin> = inner.shared.pins().into_iter().filter(|pin| pin.fingerprint != of).collect();
+    write(inner, pins).await?;
+    inner.shared.unpin(of);
+    Ok(())
+}
+
+async fn write(inner: &Arc<Inner>, pins: Vec<Pin>) -> Result<(), identity::Error> {
+    let folder = inner.folder.clone();
+    let written = tokio::task::spawn_blocking(move || identity::write_pins(&folder, &pins)).await;
+    written.unwrap_or_else(|panic| {
+        let source = io::Error::other(panic);
+        Err(identity::Error::Io { path: inner.folder.clone(), source })
+    })
 }
 
 /// Starts the task that dials a known node whenever it has no session.
@@ -248,6 +261,9 @@ async fn keep(inner: Arc<Inner>, of: Fingerprint, mut pause: Duration) {
         let change = moved.notified();
         tokio::pin!(change);
         change.as_mut().enable();
+        if !shared.is_known_by(of, &moved) {
+            return;
+        }
         let Some(address) = shared.to_dial(of) else {
             if stopping.run_until_cancelled(change).await.is_none() {
                 return;
@@ -283,10 +299,15 @@ pub async fn join(inner: Arc<Inner>, token: Token) {
     let shared = &inner.shared;
     let stopping = shared.tasks.stopping();
     let (since, mut pause) = (shared.clock.now(), PAUSE_FIRST);
+    // A node that is known needs no token, unless it has forgotten this one meanwhile.
+    let known = shared.knows(token.fingerprint);
+    if known && stopping.run_until_cancelled(tokio::time::sleep(GREETING)).await.is_none() {
+        return;
+    }
     loop {
         let mut others = 0;
         for address in &token.addresses {
-            if shared.knows(token.fingerprint) {
+            if shared.is_up(token.fingerprint) {
                 shared.set_join(Join::None);
                 return;
             }
@@ -312,11 +333,17 @@ pub async fn join(inner: Arc<Inner>, token: Token) {
                     tracing::info!(address, reason, "not the node of the join token");
                     others += 1;
                 }
+                Err(Failure::Refused(reason) | Failure::Another(reason)) if known => {
+                    // The token of the first start is on the command line still; the dialler goes on without it.
+                    tracing::info!(address, reason, "the join token is of no use");
+                    return;
+                }
                 Err(Failure::Refused(reason) | Failure::Another(reason)) => {
                     tracing::error!(address, reason, "the other node did not let this one in");
                     shared.set_join(Join::Refused(format!("the node at {address} said: {reason}")));
                     return;
                 }
+                Err(Failure::Io(_)) if known => return,
                 Err(Failure::Io(error)) => {
                     tracing::info!(address, %error, "failed to reach the node of the join token");
                     let (address, error) = (address.clone(), error.to_string());

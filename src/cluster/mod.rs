@@ -3,20 +3,25 @@
 //! Each node has a key of its own and knows others by their certificates; a token lets a new one in ([`token`],
 //! [`identity`], [`link`]). Nodes that know each other keep one control connection, on which each tells the other
 //! what it holds ([`proto`], [`peer`], [`drive`]); rows travel on data connections of their own
-//! ([`crate::transfer`]). There is no master and no vote: a node that hears nothing of another forgets what the
+//! ([`crate::transfer`]). In idle moments rows that several nodes use are copied, and those that a full node would drop
+//! are taken over ([`share`], [`copy`]). There is no master and no vote: a node that hears nothing of another forgets what the
 //! other held, serves alone, and goes on dialling. Everything here is a hint that makes a cache larger: when it is
 //! wrong or gone, rows are computed again.
 
+mod copy;
 mod drive;
 mod identity;
 mod link;
 mod peer;
 mod proto;
+mod share;
 mod source;
 mod state;
 mod tls;
 mod token;
 
+#[cfg(test)]
+mod sim;
 #[cfg(test)]
 mod tests;
 
@@ -37,6 +42,7 @@ use tokio::time::Instant;
 use tokio_rustls::TlsStream;
 
 pub use proto::SpaceFacts;
+pub use share::Sharing;
 pub use state::{Member, MemberState, PeerChange};
 pub use token::NotAToken;
 
@@ -50,7 +56,7 @@ use crate::meter::Meter;
 use crate::store::Store;
 use crate::tasks::{Kind, Tasks};
 use crate::transfer::{Fabric, Server};
-use identity::Identity;
+use identity::{Identity, Pin};
 use proto::{Hello, MAX_NOTE, Message, Word};
 use state::{Parts, Shared};
 use token::{Invites, Refusal, Secret, Token};
@@ -70,12 +76,13 @@ pub struct Options {
     pub data: String,
     /// Where others reach the two, when that is not where they listen (containers, forwarded ports).
     pub seen_as: SeenAs,
-    /// Token of a node to join. Of no effect when that node is known already.
+    /// Token of a node to join. Of no effect when that node is known already, and knows this one.
     pub join: Option<String>,
     /// Time without a word until a node counts as gone.
     pub silence: Duration,
     /// Most bytes of rows read for others at one time.
     pub serve_memory: Bytes,
+    pub sharing: Sharing,
     /// Number of this start; larger than that of every start before.
     pub generation: u64,
 }
@@ -102,6 +109,19 @@ pub enum Error {
     Read(#[from] tokio::task::JoinError),
 }
 
+/// Why a node is not forgotten.
+#[derive(Debug, thiserror::Error)]
+pub enum ForgetError {
+    #[error("no node `{0}` is known; `spark-kv cluster ls` lists those that are")]
+    Unknown(String),
+    #[error(
+        "{1} nodes are called `{0}`: name the one that is meant by its id; `spark-kv cluster ls` lists it"
+    )]
+    Ambiguous(String, usize),
+    #[error("the list of known nodes cannot be written: {0}")]
+    Write(#[from] identity::Error),
+}
+
 /// The other nodes. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Cluster(Arc<Inner>);
@@ -111,6 +131,7 @@ pub struct Cluster(Arc<Inner>);
 struct Inner {
     shared: Shared,
     store: Store,
+    desk: copy::Desk,
     identity: Identity,
     folder: PathBuf,
     server_tls: Arc<rustls::ServerConfig>,
@@ -154,8 +175,14 @@ impl Cluster {
         let data = failed("rows", &options.data);
         let data_listener = fabric.listen(&options.data).await.map_err(data)?;
         let known = pins.iter().map(|pin| pin.fingerprint).collect::<Vec<_>>();
-        let parts =
-            Parts { me: identity.fingerprint, silence: options.silence, clock, tasks: tasks.clone(), fabric };
+        let parts = Parts {
+            me: identity.fingerprint,
+            silence: options.silence,
+            clock,
+            tasks: tasks.clone(),
+            fabric,
+            room: peer::Room::default(),
+        };
         let shared = Shared::new(parts, pins, meter);
         let listens = |address: io::Result<String>, what, asked: &str| {
             address.map_err(|source| Error::Listen { what, address: asked.to_owned(), source })
@@ -167,6 +194,7 @@ impl Cluster {
         let inner = Arc::new(Inner {
             server_tls: tls::server(&identity)?,
             store,
+            desk: copy::Desk::new(options.sharing, meter),
             identity,
             folder: options.identity,
             name: options.name,
@@ -190,6 +218,7 @@ impl Cluster {
         );
         tasks.spawn(Kind::Owner, "data listener", server.run(data_listener, tasks.clone()));
         tasks.spawn(Kind::Owner, "control listener", link::accept(inner.clone(), control_listener));
+        tasks.spawn(Kind::Serving, "copies", copy::run(inner.clone()));
         for of in known {
             // Both sides dial; the one whose connection would win goes first, so that mostly there is only one.
             let first = inner.shared.me < of;
@@ -228,23 +257,36 @@ impl Cluster {
         items: Vec<RowItem>,
         deadline: Option<Micros>,
     ) -> Vec<Outcome> {
-        let mut outcomes = vec![Outcome::Failed; items.len()];
-        let now = self.0.shared.clock.now();
-        if deadline.is_some_and(|deadline| deadline <= now) {
-            return outcomes;
-        }
-        let deadline = deadline.map(|deadline| Instant::now() + deadline.since(now));
-        let holders = self.0.shared.holders(rows.space, items.iter().map(|item| item.key));
-        let fetches = holders.into_iter().map(|(fetcher, indices)| {
-            let items: Vec<RowItem> = indices.iter().map(|&index| items[index]).collect();
-            async move { (fetcher.fetch(rows, &items, deadline).await, indices) }
-        });
-        for (fetched, indices) in join_all(fetches).await {
-            for (outcome, index) in fetched.into_iter().zip(indices) {
-                outcomes[index] = outcome;
-            }
-        }
-        outcomes
+        let _load = self.0.desk.loads.begin(&self.0.shared.clock);
+        self.0.fetch(rows, items, deadline).await
+    }
+
+    /// The rows of the engine that is served, or that there is none: what is copied from other nodes has their layout.
+    pub fn set_rows(&self, rows: Option<Arc<Rows>>) {
+        self.0.desk.set_engine(rows);
+    }
+
+    /// A request here has used this chain, each row with the tokens up to its end. Rows that come from other nodes
+    /// again and again are copied.
+    pub fn used(&self, space: Space, chain: &[(RowKey, u32)]) {
+        self.0.used(space, chain);
+    }
+
+    /// Does not know the node with this name (or fingerprint, in hex, or its first 8 digits) any more; it can come back
+    /// only by a token. Gives its name.
+    ///
+    /// # Errors
+    /// When no node or more than one is called so, or it cannot be written down.
+    pub async fn forget(&self, node: &str) -> Result<String, ForgetError> {
+        let found = self.0.shared.named(node);
+        let Pin { name, fingerprint, .. } = match &found[..] {
+            [pin] => pin.clone(),
+            [] => return Err(ForgetError::Unknown(node.to_owned())),
+            [first, ..] => return Err(ForgetError::Ambiguous(first.name.clone(), found.len())),
+        };
+        link::forget(&self.0, fingerprint).await?;
+        tracing::info!(peer = name, of = ?fingerprint, "a node was forgotten");
+        Ok(name)
     }
 
     /// The other nodes that this one knows.
@@ -299,6 +341,27 @@ impl Cluster {
 }
 
 impl Inner {
+    /// As [`Cluster::fetch`], for whatever purpose.
+    async fn fetch(&self, rows: &Arc<Rows>, items: Vec<RowItem>, deadline: Option<Micros>) -> Vec<Outcome> {
+        let mut outcomes = vec![Outcome::Failed; items.len()];
+        let now = self.shared.clock.now();
+        if deadline.is_some_and(|deadline| deadline <= now) {
+            return outcomes;
+        }
+        let deadline = deadline.map(|deadline| Instant::now() + deadline.since(now));
+        let holders = self.shared.holders(rows.space, items.iter().map(|item| item.key));
+        let fetches = holders.into_iter().map(|(fetcher, indices)| {
+            let items: Vec<RowItem> = indices.iter().map(|&index| items[index]).collect();
+            async move { (fetcher.fetch(rows, &items, deadline).await, indices) }
+        });
+        for (fetched, indices) in join_all(fetches).await {
+            for (outcome, index) in fetched.into_iter().zip(indices) {
+                outcomes[index] = outcome;
+            }
+        }
+        outcomes
+    }
+
     fn hello(&self, secret: Option<Secret>) -> Hello {
         Hello {
             generation: self.generation,

@@ -7,7 +7,7 @@
 //!
 //! The machine holds no copy of what its own node holds: the driver hands in a snapshot when [`Event::Tell`] asks
 //! for one, and the changes from exactly there on. Memory is bounded on both sides: [`HELD`] keys of the peer,
-//! [`PENDING`] changes not yet sent; a queue of messages does not exist, what is due is made when it can be sent.
+//! [`PENDING`] changes not yet sent, 10 MB of them; a queue of messages does not exist, what is due is made when it can be sent.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -15,17 +15,37 @@ use std::time::Duration;
 use super::proto::{MAX_KEYS, SpaceFacts, Word};
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::Micros;
+use crate::base::mutant::{self, Mutant};
 use crate::transfer::Ticket;
 
-/// Keys believed of one peer: 2 TB of rows of 2 MiB, at about 60 bytes each. More are counted, not kept: the engine
-/// then recomputes what it could have fetched.
-pub const HELD: usize = 1 << 20;
+/// Keys believed of one peer: 1.8 TB of rows of 2 MiB. Seven eighths of a power of two: a hash table of a million
+/// places takes as many before it doubles, so a peer takes 45 MB at most (41 bytes a place), and as much again while
+/// its next snapshot comes in beside what is believed. More are counted, not kept: the engine then recomputes what it
+/// could have fetched.
+pub const HELD: usize = (1 << 20) / 8 * 7;
 
 /// Changes that wait to be sent; beyond, a new snapshot is cheaper.
 pub const PENDING: usize = 1 << 16;
 
 /// Heartbeats within the silence that ends a session: three may be lost.
 const BEATS: u32 = 4;
+
+/// Bounds of one machine. Tests make them small, so that they are reached.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// Keys believed of the peer.
+    pub held: usize,
+    /// Changes that wait to be sent.
+    pub pending: usize,
+    /// Keys in one message; at most [`MAX_KEYS`].
+    pub part: usize,
+}
+
+impl Default for Room {
+    fn default() -> Self {
+        Self { held: HELD, pending: PENDING, part: MAX_KEYS }
+    }
+}
 
 /// What the driver must know or do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +60,8 @@ pub enum Event {
     Note(String),
     /// What opens data connections to the peer.
     Ticket(Ticket),
+    /// Rows that the peer is likely to drop.
+    Offered { space: Space, keys: Vec<(RowKey, u32)> },
     /// The session is over: close the connection.
     Down(String),
 }
@@ -76,7 +98,7 @@ pub struct Older {
 #[derive(Debug)]
 pub struct Peer {
     silence: Duration,
-    most: usize,
+    room: Room,
     /// Newest generation of the peer.
     generation: u64,
     up: Option<Up>,
@@ -108,6 +130,7 @@ struct Due {
     facts: bool,
     resync: bool,
     beat: bool,
+    offer: Vec<(RowKey, u32)>,
 }
 
 /// What we tell of ourselves.
@@ -131,6 +154,8 @@ struct Hearing {
     seq: u64,
     /// A snapshot of `epoch` was heard to its end.
     whole: bool,
+    /// Keys were left out for want of room.
+    short: bool,
     building: Option<Building>,
     asked: Option<Micros>,
 }
@@ -140,18 +165,15 @@ struct Building {
     epoch: u32,
     next: u32,
     held: HashMap<RowKey, u32>,
+    /// Keys were left out for want of room.
+    short: bool,
 }
 
 impl Peer {
-    pub fn new(silence: Duration, ours: Option<SpaceFacts>) -> Self {
-        Self::with_room(silence, ours, HELD)
-    }
-
-    /// As [`Self::new`], for at most `most` keys.
-    pub fn with_room(silence: Duration, ours: Option<SpaceFacts>, most: usize) -> Self {
+    pub fn new(silence: Duration, ours: Option<SpaceFacts>, room: Room) -> Self {
         Self {
             silence,
-            most,
+            room,
             generation: 0,
             up: None,
             ours,
@@ -189,7 +211,7 @@ impl Peer {
 
     /// Whether more changes are welcome; the driver leaves them where they are meanwhile.
     pub fn has_room(&self) -> bool {
-        self.telling.pending.len() < PENDING / 2
+        self.telling.pending.len() < self.room.pending / 2
     }
 
     pub fn holds(&self, space: Space, key: &RowKey) -> bool {
@@ -204,6 +226,30 @@ impl Peer {
 
     pub fn held_count(&self) -> usize {
         self.hearing.held.len()
+    }
+
+    /// Where the peer's telling was heard last, once a snapshot was heard to its end, and whether all of it was kept.
+    #[cfg(test)]
+    pub fn heard(&self) -> Option<((u32, u64), bool)> {
+        let Hearing { epoch, seq, whole, short, .. } = self.hearing;
+        whole.then_some(((epoch, seq), !short))
+    }
+
+    #[cfg(test)]
+    pub fn held_keys(&self) -> impl Iterator<Item = &RowKey> {
+        self.hearing.held.keys()
+    }
+
+    /// Changes that wait to be sent.
+    #[cfg(test)]
+    pub fn waiting(&self) -> usize {
+        self.telling.pending.len()
+    }
+
+    /// Everything was told that was handed in.
+    #[cfg(test)]
+    pub fn told_all(&self) -> bool {
+        self.telling.snapshot.is_none() && self.telling.pending.is_empty()
     }
 
     pub fn counts(&self) -> Counts {
@@ -221,7 +267,7 @@ impl Peer {
             self.generation = generation;
         }
         self.up = Some(Up { heard: now, beat: now.plus(self.silence / BEATS) });
-        self.due = Due { ticket: Some(ticket), facts: true, resync: false, beat: true };
+        self.due = Due { ticket: Some(ticket), facts: true, beat: true, ..Due::default() };
         self.hearing.building = None;
         self.hearing.asked = None;
         self.tell_anew();
@@ -233,7 +279,9 @@ impl Peer {
         if self.up.take().is_none() {
             return;
         }
-        self.forget_peer();
+        if !mutant::on(Mutant::KeepDead) {
+            self.forget_peer();
+        }
         self.due = Due::default();
         self.events.push_back(Event::Down(why.into()));
     }
@@ -253,6 +301,17 @@ impl Peer {
         self.note = note;
     }
 
+    /// Rows that this node is likely to drop, to be taken over by the peer. The last offer counts. False when the peer
+    /// has no use for them.
+    pub fn offer(&mut self, space: Space, mut keys: Vec<(RowKey, u32)>) -> bool {
+        let of_use = self.is_up() && self.matched == Match::Same(space);
+        if of_use {
+            keys.truncate(MAX_KEYS);
+            self.due.offer = keys;
+        }
+        of_use
+    }
+
     /// What this node holds of `space`; answers [`Event::Tell`].
     pub fn on_snapshot(&mut self, space: Space, mut keys: Vec<(RowKey, u32)>) {
         if self.telling.space != Some(space) {
@@ -269,7 +328,7 @@ impl Peer {
             return;
         }
         self.telling.pending.insert(key, position);
-        if self.telling.pending.len() > PENDING {
+        if self.telling.pending.len() > self.room.pending {
             self.tell_anew();
         }
     }
@@ -302,7 +361,7 @@ impl Peer {
 
     pub fn on_word(&mut self, now: Micros, generation: u64, word: Word) {
         let Some(up) = &mut self.up else { return };
-        if generation != self.generation {
+        if generation != self.generation && !mutant::on(Mutant::SkipGeneration) {
             self.counts.stale += 1;
             return;
         }
@@ -330,18 +389,24 @@ impl Peer {
                 self.on_beat(now, facts, (epoch, seq), complete, note);
             }
             Word::Ticket(ticket) => self.events.push_back(Event::Ticket(ticket)),
+            Word::Offer { space, keys } => {
+                if self.matched == Match::Same(space) {
+                    self.events.push_back(Event::Offered { space, keys });
+                }
+            }
             Word::Bye => self.on_disconnected("it stopped"),
         }
     }
 
     /// Something could be sent.
     pub fn wants_to_send(&self) -> bool {
-        let Due { ticket, facts, resync, beat } = &self.due;
+        let Due { ticket, facts, resync, beat, offer } = &self.due;
         self.is_up()
             && (ticket.is_some()
                 || *facts
                 || *resync
                 || *beat
+                || !offer.is_empty()
                 || self.telling.snapshot.is_some()
                 || !self.telling.pending.is_empty())
     }
@@ -366,7 +431,11 @@ impl Peer {
             let note = self.note.clone();
             return Some(Word::Heartbeat { facts: self.number, epoch, seq, complete, note });
         }
-        self.telling.next()
+        if let (Match::Same(space), false) = (&self.matched, self.due.offer.is_empty()) {
+            return Some(Word::Offer { space: *space, keys: std::mem::take(&mut self.due.offer) });
+        }
+        self.due.offer.clear();
+        self.telling.next(self.room.part)
     }
 
     /// What happened.
@@ -394,7 +463,7 @@ impl Peer {
     ) {
         let newest = self.hearing.building.as_ref().map_or(self.hearing.epoch, |b| b.epoch);
         if epoch > newest && part == 0 {
-            self.hearing.building = Some(Building { epoch, next: 0, held: HashMap::new() });
+            self.hearing.building = Some(Building { epoch, next: 0, held: HashMap::new(), short: false });
             self.hearing.asked = None;
         }
         let next = match &mut self.hearing.building {
@@ -412,10 +481,11 @@ impl Peer {
         }
         next.next += 1;
         for (key, position) in keys {
-            if next.held.len() < self.most || next.held.contains_key(&key) {
+            if next.held.len() < self.room.held || next.held.contains_key(&key) {
                 next.held.insert(key, position);
             } else {
                 self.counts.over += 1;
+                next.short = true;
             }
         }
         if last && let Some(built) = self.hearing.building.take() {
@@ -429,6 +499,7 @@ impl Peer {
         let added = self.hearing.held.keys().filter(|k| !old.contains_key(k)).copied().collect();
         let removed = old.into_keys().filter(|k| !self.hearing.held.contains_key(k)).collect();
         (self.hearing.epoch, self.hearing.seq, self.hearing.whole) = (built.epoch, 0, true);
+        self.hearing.short = built.short;
         self.changed(space, added, removed);
     }
 
@@ -444,7 +515,8 @@ impl Peer {
         if (epoch, seq) <= (hearing.epoch, hearing.seq) {
             return;
         }
-        if !hearing.whole || epoch != hearing.epoch || seq != hearing.seq + 1 {
+        let gap = !hearing.whole || epoch != hearing.epoch || seq != hearing.seq + 1;
+        if gap && !mutant::on(Mutant::SkipGap) {
             return self.ask(now);
         }
         hearing.seq = seq;
@@ -452,11 +524,16 @@ impl Peer {
             removed.into_iter().filter(|key| hearing.held.remove(key).is_some()).collect();
         let mut fresh = Vec::new();
         for (key, position) in added {
-            if hearing.held.len() >= self.most && !hearing.held.contains_key(&key) {
+            if hearing.held.len() >= self.room.held && !hearing.held.contains_key(&key) {
                 self.counts.over += 1;
+                hearing.short = true;
             } else if hearing.held.insert(key, position).is_none() {
                 fresh.push(key);
             }
+        }
+        // Keys were left out, and half of the room is free again. Half, so that it is not asked for often.
+        if hearing.short && hearing.held.len() < self.room.held / 2 {
+            self.ask(now);
         }
         self.changed(space, fresh, removed);
     }
@@ -526,10 +603,10 @@ impl Peer {
 
 impl Telling {
     /// The next part of the snapshot, or the next delta once it is sent.
-    fn next(&mut self) -> Option<Word> {
+    fn next(&mut self, most: usize) -> Option<Word> {
         let (space, epoch) = (self.space?, self.epoch);
         if let Some(rest) = &mut self.snapshot {
-            let from = rest.len().saturating_sub(MAX_KEYS);
+            let from = rest.len().saturating_sub(most);
             let mut keys = rest.split_off(from);
             keys.reverse();
             let (part, last) = (self.part, rest.is_empty());
@@ -543,7 +620,7 @@ impl Telling {
             return None;
         }
         let (mut added, mut removed) = (Vec::new(), Vec::new());
-        while added.len() + removed.len() < MAX_KEYS
+        while added.len() + removed.len() < most
             && let Some((key, position)) = self.pending.pop_first()
         {
             match position {

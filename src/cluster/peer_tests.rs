@@ -39,18 +39,20 @@ struct Side {
     believed: BTreeSet<RowKey>,
     ticket: Option<Ticket>,
     note: String,
+    offered: Vec<(RowKey, u32)>,
     downs: Vec<String>,
 }
 
 impl Side {
     fn new(generation: u64, facts: Option<SpaceFacts>, most: usize) -> Self {
         Self {
-            peer: Peer::with_room(SILENCE, facts, most),
+            peer: Peer::new(SILENCE, facts, Room { held: most, ..Room::default() }),
             generation,
             store: BTreeMap::new(),
             believed: BTreeSet::new(),
             ticket: None,
             note: String::new(),
+            offered: Vec::new(),
             downs: Vec::new(),
         }
     }
@@ -83,6 +85,7 @@ impl Side {
                 Event::Forgotten => self.believed.clear(),
                 Event::Note(note) => self.note = note,
                 Event::Ticket(ticket) => self.ticket = Some(ticket),
+                Event::Offered { keys, .. } => self.offered.extend(keys),
                 Event::Down(why) => self.downs.push(why),
             }
         }
@@ -172,7 +175,7 @@ impl Pair {
         for (_, to, generation, word) in due {
             self.sides[to].peer.on_word(now, generation, word);
             self.sides[to].settle();
-            assert!(self.sides[to].peer.held_count() <= self.sides[to].peer.most);
+            assert!(self.sides[to].peer.held_count() <= self.sides[to].peer.room.held);
         }
         self.send_all();
     }
@@ -341,6 +344,12 @@ fn keys_over_the_limit_are_counted_and_not_kept() {
     pair.run(2);
     assert_eq!(pair.sides[1].peer.held_count(), 100);
     assert_eq!(pair.sides[1].peer.counts().over, 51);
+    // Once half of the room is free, what was left out is asked for again.
+    for n in 0..60 {
+        pair.sides[0].drop_row(n);
+    }
+    pair.run(30);
+    assert!(pair.agree(), "everything has room now");
 }
 
 #[test]
@@ -362,6 +371,21 @@ fn notes_come_with_the_heartbeat() {
     pair.sides[0].peer.tell("{\"load\":3}".into());
     pair.run(20);
     assert_eq!(pair.sides[1].note, "{\"load\":3}");
+}
+
+#[test]
+fn an_offer_reaches_a_peer_of_the_same_space_and_no_other() {
+    let mut pair = Pair::connected(12);
+    assert!(pair.sides[0].peer.offer(space(1), vec![(key(1), 16)]));
+    pair.run(2);
+    assert_eq!(pair.sides[1].offered, [(key(1), 16)]);
+    assert!(!pair.sides[0].peer.offer(space(2), vec![(key(2), 16)]), "another space");
+    // One that waits when the facts change is not said any more.
+    assert!(pair.sides[0].peer.offer(space(1), vec![(key(3), 16)]));
+    pair.sides[0].peer.set_facts(None);
+    pair.run(3);
+    assert!(!pair.sides[0].peer.wants_to_send());
+    assert_eq!(pair.sides[1].offered.len(), 1);
 }
 
 #[test]

@@ -15,6 +15,7 @@
 //! 6 RESYNC     generation u64                                   tell me everything again
 //! 7 HEARTBEAT  generation u64 | facts u32 | epoch u32 | seq u64 | complete u8 | note u32 + JSON
 //! 8 TICKET     generation u64 | ticket 32                       opens data connections, as long as this session lives
+//! 10 OFFER     generation u64 | space 36 | count u32 × (key 36 | position u32)      the sender will drop these
 //! 9 BYE        generation u64                                   the node stops
 //! text = length u16 | UTF-8
 //! ```
@@ -31,7 +32,7 @@ use crate::base::codec::{Malformed, Reader, Writer};
 use crate::transfer::{Ticket, put_space, take_space};
 
 /// Version of this file.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Largest frame, length field excluded: facts of 64 × 8 KiB.
 pub const MAX_FRAME: usize = 1 << 20;
@@ -115,6 +116,11 @@ pub enum Word {
         note: String,
     },
     Ticket(Ticket),
+    /// Rows that the sender is likely to drop soon, for whoever has room.
+    Offer {
+        space: Space,
+        keys: Vec<(RowKey, u32)>,
+    },
     Bye,
 }
 
@@ -188,10 +194,14 @@ impl Hello {
 }
 
 impl SpaceFacts {
-    /// As many facts, as long, as a message takes; what is over is cut, on both nodes alike.
+    /// As many facts, as long, as a message takes; what is over is cut, on both nodes alike. Of a model of many files
+    /// some are left out before anything else is: those differ together, and the namespace still tells.
     pub fn bounded(mut self) -> Self {
         let cut = |text: &str| text[..text.floor_char_boundary(MAX_TEXT)].to_owned();
-        self.what = self.what.iter().take(MAX_FACTS).map(|(k, v)| (cut(k), cut(v))).collect();
+        let (files, rest): (Vec<_>, Vec<_>) =
+            self.what.iter().partition(|(name, _)| name.starts_with("model."));
+        let kept = rest.into_iter().chain(files).take(MAX_FACTS);
+        self.what = kept.map(|(name, value)| (cut(name), cut(value))).collect();
         self
     }
 
@@ -271,6 +281,7 @@ impl Word {
             Self::Heartbeat { .. } => 7,
             Self::Ticket(_) => 8,
             Self::Bye => 9,
+            Self::Offer { .. } => 10,
         }
     }
 
@@ -295,6 +306,10 @@ impl Word {
                 for key in removed {
                     w.bytes(&key.to_bytes());
                 }
+            }
+            Self::Offer { space, keys } => {
+                put_space(w, space);
+                put_keys(w, keys);
             }
             Self::Resync | Self::Bye => {}
             Self::Heartbeat { facts, epoch, seq, complete, note } => {
@@ -338,6 +353,7 @@ impl Word {
             }
             8 => Self::Ticket(Ticket(r.array()?)),
             9 => Self::Bye,
+            10 => Self::Offer { space: take_space(r)?, keys: take_keys(r)? },
             other => return Err(Malformed::Unknown { what: "kind of message", value: other.into() }),
         })
     }
@@ -369,7 +385,7 @@ mod tests {
                 data: vec!["h:2".into(), "i:2".into()],
                 secret: Some(Secret([9; 16])),
             }),
-            Message::ForeignHello(2),
+            Message::ForeignHello(VERSION + 1),
             Message::Refused("no".into()),
             word(Word::Facts { number: 2, facts: Some(SpaceFacts { space, what }) }),
             word(Word::Facts { number: 3, facts: None }),
@@ -384,6 +400,7 @@ mod tests {
             word(Word::Resync),
             word(Word::Heartbeat { facts: 2, epoch: 3, seq: 4, complete: true, note: "{}".into() }),
             word(Word::Ticket(Ticket([5; 32]))),
+            word(Word::Offer { space, keys: vec![(key(1), 16)] }),
             word(Word::Bye),
         ]
     }
@@ -398,6 +415,16 @@ mod tests {
                 assert_ne!(Message::decode(&frame[4..cut]), Ok(message.clone()), "{message:?} at {cut}");
             }
         }
+    }
+
+    #[test]
+    fn of_more_facts_than_fit_files_of_the_model_are_left_out_first() {
+        let files = (0..100).map(|n| (format!("model.{n:03}.safetensors"), "x".to_owned()));
+        let rest = ["hash.seed", "version.vllm"].map(|name| (name.to_owned(), "1".to_owned()));
+        let space = Space { namespace: Namespace([8; 32]), rank: Rank::ONLY };
+        let facts = SpaceFacts { space, what: files.chain(rest).collect() }.bounded();
+        assert_eq!(facts.what.len(), MAX_FACTS);
+        assert!(facts.what.contains_key("hash.seed") && facts.what.contains_key("version.vllm"));
     }
 
     #[test]

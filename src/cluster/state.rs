@@ -4,25 +4,29 @@
 //! diallers and the handle take the lock for a moment each, feed a machine, and carry out what it says before they
 //! let go, so that a subscriber's snapshot and its changes fit without a gap. The lock is never held across a wait.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntCounterVec, IntGauge};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::identity::{Fingerprint, Pin};
-use super::peer::{Counts, Event, Match, Peer};
+use super::peer::{Counts, Event, Match, Peer, Room};
 use super::proto::{Hello, SpaceFacts, Word};
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::fault::{Code, Fault};
+use crate::base::mutant::{self, Mutant};
 use crate::meter::Meter;
 use crate::tasks::Tasks;
 use crate::transfer::{self, Fabric, Fetcher, Ticket, Tickets};
+
+/// Offers that are kept until they are looked at; each node makes one every ten seconds.
+const OFFERS: usize = 16;
 
 /// Changes that a subscriber may be behind before it has to subscribe again.
 const CHANGES: usize = 8192;
@@ -36,7 +40,7 @@ pub enum PeerChange {
     Gone,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemberState {
     Connected,
@@ -44,7 +48,7 @@ pub enum MemberState {
 }
 
 /// Another node, for people and for the router.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Member {
     pub name: String,
     /// SHA-256 of its certificate, in hex.
@@ -126,6 +130,7 @@ pub struct Shared {
     pub metrics: Metrics,
     pub transfer: transfer::Metrics,
     pub fabric: Fabric,
+    pub room: Room,
     pub tickets: Tickets,
     /// Wakes sessions when something is to be told.
     pub wake: watch::Sender<()>,
@@ -140,6 +145,8 @@ struct State {
     note: String,
     join: Join,
     sessions: u64,
+    /// Rows that other nodes offered, until they are taken.
+    offers: VecDeque<(Space, Vec<(RowKey, u32)>)>,
 }
 
 /// How joining by a token stands.
@@ -211,11 +218,12 @@ pub struct Parts {
     pub clock: Clock,
     pub tasks: Tasks,
     pub fabric: Fabric,
+    pub room: Room,
 }
 
 impl Shared {
     pub fn new(parts: Parts, pins: Vec<Pin>, meter: &Meter) -> Self {
-        let Parts { me, silence, clock, tasks, fabric } = parts;
+        let Parts { me, silence, clock, tasks, fabric, room } = parts;
         let shared = Self {
             me,
             silence,
@@ -224,6 +232,7 @@ impl Shared {
             metrics: Metrics::new(meter),
             transfer: transfer::Metrics::new(meter),
             fabric,
+            room,
             tickets: Tickets::default(),
             wake: watch::channel(()).0,
             changes: broadcast::channel(CHANGES).0,
@@ -249,17 +258,60 @@ impl Shared {
     /// For each fetcher, the indices of the keys that its peer holds. Keys that nobody holds are in none.
     pub fn holders(&self, space: Space, keys: impl Iterator<Item = RowKey>) -> Vec<(Fetcher, Vec<usize>)> {
         let state = self.state.lock();
-        let mut peers: Vec<(&Entry, &Fetcher, Vec<usize>)> = state
-            .peers
-            .values()
-            .filter_map(|e| e.fetcher.as_ref().map(|(_, fetcher)| (e, fetcher, Vec::new())))
-            .collect();
-        for (index, key) in keys.enumerate() {
-            if let Some((_, _, list)) = peers.iter_mut().find(|(e, ..)| e.peer.holds(space, &key)) {
-                list.push(index);
-            }
-        }
-        peers.into_iter().filter(|p| !p.2.is_empty()).map(|(_, f, list)| (f.clone(), list)).collect()
+        let of = |(entry, list): (&Entry, Vec<usize>)| {
+            entry.fetcher.as_ref().map(|(_, fetcher)| (fetcher.clone(), list))
+        };
+        state.holders(space, keys).into_iter().filter_map(of).collect()
+    }
+
+    /// Which of these keys some other node holds, from which they can be fetched.
+    pub fn held(&self, space: Space, keys: &[RowKey]) -> Vec<bool> {
+        let state = self.state.lock();
+        let open = || state.peers.values().filter(|entry| entry.fetcher.is_some());
+        keys.iter().map(|key| open().any(|entry| entry.peer.holds(space, key))).collect()
+    }
+
+    /// Offers rows of which nobody else has a copy to one of the nodes that can use them, another one each `turn`.
+    /// Gives how many.
+    pub fn offer(&self, space: Space, mut rows: Vec<(RowKey, u32)>, turn: usize) -> usize {
+        let mut state = self.state.lock();
+        rows.retain(|(key, _)| !state.peers.values().any(|entry| entry.peer.holds(space, key)));
+        let fit = |entry: &&Entry| *entry.peer.matched() == Match::Same(space) && entry.peer.is_up();
+        let count = state.peers.values().filter(fit).count();
+        let chosen = state.peers.values().filter(fit).nth(turn % count.max(1)).map(|e| e.pin.fingerprint);
+        let Some(of) = chosen.filter(|_| !rows.is_empty()) else { return 0 };
+        let offered = rows.len();
+        let taken = self.feed(&mut state, of, |peer| peer.offer(space, rows)) == Some(true);
+        drop(state);
+        self.wake.send_replace(());
+        if taken { offered } else { 0 }
+    }
+
+    /// What other nodes have offered of this space since it was asked last.
+    pub fn take_offers(&self, space: Space) -> Vec<Vec<(RowKey, u32)>> {
+        let offers = std::mem::take(&mut self.state.lock().offers);
+        offers.into_iter().filter(|(of, _)| *of == space).map(|(_, rows)| rows).collect()
+    }
+
+    /// As [`Self::holders`]: whom a fetch would ask, and with which ticket.
+    #[cfg(test)]
+    pub fn sources(&self, space: Space, keys: &[RowKey]) -> Vec<(Fingerprint, Ticket, Vec<usize>)> {
+        let state = self.state.lock();
+        let of = |(entry, list): (&Entry, Vec<usize>)| {
+            entry.fetcher.as_ref().map(|(ticket, _)| (entry.pin.fingerprint, *ticket, list))
+        };
+        state.holders(space, keys.iter().copied()).into_iter().filter_map(of).collect()
+    }
+
+    /// The ticket that opens rails to a node now.
+    #[cfg(test)]
+    pub fn ticket_of(&self, of: Fingerprint) -> Option<Ticket> {
+        self.state.lock().peers.get(&of)?.fetcher.as_ref().map(|(ticket, _)| *ticket)
+    }
+
+    #[cfg(test)]
+    pub fn look<T>(&self, of: Fingerprint, look: impl FnOnce(&Peer) -> T) -> T {
+        look(&self.state.lock().peers[&of].peer)
     }
 
     pub fn members(&self) -> Vec<Member> {
@@ -325,7 +377,7 @@ impl Shared {
             entry.pin = pin;
             return new;
         }
-        let mut peer = Peer::new(self.silence, state.facts.clone());
+        let mut peer = Peer::new(self.silence, state.facts.clone(), self.room);
         peer.tell(state.note.clone());
         let entry = Entry {
             peer,
@@ -345,8 +397,27 @@ impl Shared {
         true
     }
 
+    /// Does not know a node any more. Its session ends, and what it held is forgotten.
+    pub fn unpin(&self, of: Fingerprint) {
+        let mut state = self.state.lock();
+        self.feed(&mut state, of, |peer| peer.on_disconnected("it was forgotten"));
+        if let Some(entry) = state.peers.remove(&of) {
+            entry.moved.notify_waiters();
+        }
+    }
+
+    /// Known nodes with this name or, in hex, this fingerprint or its beginning.
+    pub fn named(&self, name: &str) -> Vec<Pin> {
+        let begins = |pin: &Pin| name.len() >= 8 && pin.fingerprint.to_string().starts_with(name);
+        self.pins().into_iter().filter(|pin| pin.name == name || begins(pin)).collect()
+    }
+
     pub fn pins(&self) -> Vec<Pin> {
         self.state.lock().peers.values().map(|e| e.pin.clone()).collect()
+    }
+
+    pub fn is_up(&self, of: Fingerprint) -> bool {
+        self.state.lock().peers.get(&of).is_some_and(|entry| entry.peer.is_up())
     }
 
     pub fn knows(&self, of: Fingerprint) -> bool {
@@ -359,6 +430,11 @@ impl Shared {
         let named = |e: &&Entry| e.pin.name == name || e.pin.fingerprint.to_string() == name;
         let found = state.peers.values().filter(named).max_by_key(|e| e.peer.is_up());
         found.map(|e| e.pin.clone())
+    }
+
+    /// Whether this is still the node whose waker this is: a node that was forgotten and came back has another.
+    pub fn is_known_by(&self, of: Fingerprint, moved: &Arc<Notify>) -> bool {
+        self.state.lock().peers.get(&of).is_some_and(|entry| Arc::ptr_eq(&entry.moved, moved))
     }
 
     /// Where to dial a node that has no session; `None` while it has one.
@@ -467,6 +543,12 @@ impl Shared {
                 Event::Note(note) => entry.note = serde_json::from_str(&note).unwrap_or_default(),
                 Event::Ticket(ticket) => self.open_rails(entry, ticket),
                 Event::Down(why) => self.down(entry, why),
+                Event::Offered { space, keys } => {
+                    if state.offers.len() == OFFERS {
+                        state.offers.pop_front();
+                    }
+                    state.offers.push_back((space, keys));
+                }
                 Event::Changed { .. } | Event::Forgotten => spread.push(event),
             }
         }
@@ -479,7 +561,7 @@ impl Shared {
         Some(fed)
     }
 
-    /// Tells subscribers.
+    /// Tells subscribers. A key that another peer holds as well is neither news nor lost.
     fn spread(&self, state: &State, of: Fingerprint, event: Event) {
         let others = || state.peers.iter().filter(move |&(&f, _)| f != of).map(|(_, e)| &e.peer);
         match event {
@@ -487,17 +569,21 @@ impl Shared {
                 for key in removed.into_iter().filter(|key| !others().any(|o| o.holds(space, key))) {
                     let _ = self.changes.send(PeerChange::Removed(space, key));
                 }
-                for key in added {
+                for key in added.into_iter().filter(|key| !others().any(|o| o.holds(space, key))) {
                     let _ = self.changes.send(PeerChange::Added(space, key));
                 }
             }
             _ => {
                 let _ = self.changes.send(PeerChange::Gone);
+                let mut left: Vec<(Space, RowKey)> = Vec::new();
                 for other in others() {
                     let Match::Same(space) = *other.matched() else { continue };
-                    for key in other.held(space) {
-                        let _ = self.changes.send(PeerChange::Added(space, key));
-                    }
+                    left.extend(other.held(space).map(|key| (space, key)));
+                }
+                left.sort_unstable();
+                left.dedup();
+                for (space, key) in left {
+                    let _ = self.changes.send(PeerChange::Added(space, key));
                 }
             }
         }
@@ -519,7 +605,9 @@ impl Shared {
         if let Some((_, fetcher)) = entry.fetcher.take() {
             fetcher.close();
         }
-        self.tickets.revoke(entry.pin.fingerprint.0);
+        if !mutant::on(Mutant::KeepTicket) {
+            self.tickets.revoke(entry.pin.fingerprint.0);
+        }
         if let Some(session) = entry.session.take() {
             session.replaced.cancel();
         }
@@ -535,6 +623,25 @@ impl Shared {
         self.metrics.stale.inc_by(new.stale - old.stale);
         self.metrics.over.inc_by(new.over - old.over);
         entry.counted = new;
+    }
+}
+
+impl State {
+    /// For each peer whose rails are open, the indices of the keys that it holds; no key twice.
+    fn holders(
+        &self,
+        space: Space,
+        keys: impl Iterator<Item = RowKey>,
+    ) -> impl IntoIterator<Item = (&Entry, Vec<usize>)> {
+        let open = self.peers.values().filter(|entry| entry.fetcher.is_some());
+        let mut peers: Vec<(&Entry, Vec<usize>)> = open.map(|entry| (entry, Vec::new())).collect();
+        for (index, key) in keys.enumerate() {
+            if let Some((_, list)) = peers.iter_mut().find(|(entry, _)| entry.peer.holds(space, &key)) {
+                list.push(index);
+            }
+        }
+        peers.retain(|(_, list)| !list.is_empty());
+        peers
     }
 }
 

@@ -41,6 +41,7 @@ impl Node {
             join: None,
             silence: Duration::from_secs(60),
             serve_memory: Bytes::mib(1),
+            sharing: Sharing::default(),
             generation: 1,
         };
         let cluster = Cluster::start(options, store, Clock::real(), &tasks, &meter).await.unwrap();

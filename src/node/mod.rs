@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::api::{self, admin, desk, local, open};
+use crate::api::{self, admin, desk, local, members, open};
 use crate::base::clock::{Clock, unix_seconds};
 use crate::base::geometry::Hello;
 use crate::cluster::{self, Cluster};
@@ -122,6 +122,12 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
             join: Some(settings.cluster.join.clone()).filter(|token| !token.is_empty()),
             silence: Duration::from_secs(settings.cluster.silence_s.into()),
             serve_memory: settings.cluster.serve_memory,
+            sharing: cluster::Sharing {
+                copy: settings.cluster.copy,
+                take_over: settings.cluster.take_over,
+                rate: settings.cluster.copy_rate,
+                share: settings.cluster.copy_share,
+            },
             generation,
         },
         store.clone(),
@@ -187,7 +193,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
     let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
-    serve(&parts, judge, open, listener, meter, desk)?;
+    let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
+    serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
 }
@@ -251,7 +258,7 @@ fn serve(
     open: open::Open,
     listener: TcpListener,
     meter: Meter,
-    desk: desk::Desk,
+    orders: axum::Router,
 ) -> Result<(), Error> {
     let tasks = &parts.tasks;
     tasks.spawn(Kind::Owner, "gate", gate::run(parts.clone(), judge));
@@ -271,7 +278,7 @@ fn serve(
     if let Some(relays) = parts.cluster.relays() {
         tasks.spawn(Kind::Owner, "relays", api::serve_relays(relays, open.clone(), tasks.clone()));
     }
-    let app = api::assemble(&open, faces.merge(desk.routes()));
+    let app = api::assemble(&open, faces.merge(orders));
     tasks.spawn(Kind::Owner, "public port", api::serve(listener, app, tasks.clone()));
     Ok(())
 }

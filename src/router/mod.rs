@@ -265,7 +265,7 @@ impl Router {
 
     fn bound(&self, all: Vec<Candidate>, node: &str, why: String) -> Result<Decision, Refusal> {
         match all.into_iter().find(|c| c.node == node) {
-            Some(Candidate { fit: Fit::Unfit(why), .. }) => Err(Refusal::NotReady(format!("{node} {why}"))),
+            Some(Candidate { fit: Fit::Unfit(why), .. }) => Err(Refusal::NotReady(format!("{node}: {why}"))),
             Some(Candidate { node, .. }) => Ok(Decision { why: format!("{node} serves it: {why}"), node }),
             None => Err(Refusal::NotReady(format!("{node} is not there"))),
         }
@@ -361,7 +361,7 @@ fn not_ready(all: &[Candidate]) -> Refusal {
     let reasons: Vec<String> = all
         .iter()
         .filter_map(|c| match &c.fit {
-            Fit::Unfit(why) => Some(format!("{} {why}", c.node)),
+            Fit::Unfit(why) => Some(format!("{}: {why}", c.node)),
             _ => None,
         })
         .collect();

@@ -92,7 +92,7 @@ fn why(ask: &Ask, chosen: &Candidate, priced: &[(i64, &Candidate)], all: &[Candi
             .iter()
             .filter(|c| c.node != chosen.node)
             .map(|c| match &c.fit {
-                Fit::Unfit(why) => format!("{} {why}", c.node),
+                Fit::Unfit(why) => format!("{}: {why}", c.node),
                 _ => c.node.clone(),
             })
             .collect();
@@ -156,7 +156,7 @@ mod tests {
         both[1].fit = Fit::Unfit("is draining".into());
         let decision = place(&ask(10), &both, 0).unwrap();
         assert_eq!(decision.node, "a");
-        assert_eq!(decision.why, "a is the only node that can serve it: b is draining");
+        assert_eq!(decision.why, "a is the only node that can serve it: b: is draining");
     }
 
     #[test]

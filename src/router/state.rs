@@ -143,7 +143,8 @@ const OUTCOMES_MAX: usize = 1024;
 
 impl Shared {
     pub fn new(name: String, max_requests: u32, clock: Clock, meter: &Meter) -> Self {
-        let own = Own { url: String::new(), models: Vec::new(), fit: Fit::Unfit("has no engine yet".into()) };
+        let own =
+            Own { url: String::new(), models: Vec::new(), fit: Fit::Unfit("it has no engine yet".into()) };
         Self {
             name,
             max_requests,
@@ -310,7 +311,7 @@ impl Shared {
             let serves = models.is_empty() || ask.model.as_ref().is_none_or(|model| models.contains(model));
             Candidate {
                 node: node.to_owned(),
-                fit: if serves { fit } else { Fit::Unfit("does not serve this model".into()) },
+                fit: if serves { fit } else { Fit::Unfit("it does not serve this model".into()) },
                 load,
                 known_bytes: known.map_or(0, |known| known.longest(&ask.prefix)),
                 session: session.is_some_and(|mark| known.is_some_and(|known| known.has(mark))),

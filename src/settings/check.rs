@@ -169,6 +169,8 @@ fn cluster(settings: &Settings, found: &mut Vec<Finding>) {
     }
     between("cluster.silence_s", cluster.silence_s, 1, 3_600, found);
     at_least("cluster.serve_memory", cluster.serve_memory, Bytes::mib(1), found);
+    at_least("cluster.copy_rate", cluster.copy_rate, Bytes::mib(1), found);
+    between("cluster.copy_share", cluster.copy_share, 0, 100, found);
 }
 
 fn between(key: &'static str, value: u32, low: u32, high: u32, found: &mut Vec<Finding>) {

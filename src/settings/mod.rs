@@ -144,6 +144,14 @@ pub struct Cluster {
     pub silence_s: u32,
     /// Bytes of rows read for peers at one time. Default 64 MiB.
     pub serve_memory: Bytes,
+    /// Copy rows that requests on both nodes use, while no load is under way. Default true.
+    pub copy: bool,
+    /// Let cold rows move to a node with room when this one is nearly full, and take those of others. Default true.
+    pub take_over: bool,
+    /// Most bytes copied or taken over in a second. Default 128 MiB.
+    pub copy_rate: Bytes,
+    /// Percent of `store.capacity` that copies of rows that others hold as well may take. Default 25.
+    pub copy_share: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -228,7 +236,16 @@ impl Default for Store {
 
 impl Default for Cluster {
     fn default() -> Self {
-        Self { address: "127.0.0.1".into(), join: String::new(), silence_s: 3, serve_memory: Bytes::mib(64) }
+        Self {
+            address: "127.0.0.1".into(),
+            join: String::new(),
+            silence_s: 3,
+            serve_memory: Bytes::mib(64),
+            copy: true,
+            take_over: true,
+            copy_rate: Bytes::mib(128),
+            copy_share: 25,
+        }
     }
 }
 

@@ -424,6 +424,36 @@ impl Store {
         worth::touch(&mut self.0.shared.index.lock(), &space, chain, now);
     }
 
+    /// Rows that are likely to go when room is needed: up to `most` of those that were used longest ago, out of a few
+    /// segments that are looked at in turn. Each with its position.
+    pub fn coldest(&self, space: Space, turn: usize, most: usize) -> Vec<(RowKey, u32)> {
+        let index = self.0.shared.index.lock();
+        let segments: Vec<_> = index.segments().collect();
+        let from = turn.wrapping_mul(COLD_SEGMENTS) % segments.len().max(1);
+        let looked = segments.iter().cycle().skip(from).take(COLD_SEGMENTS.min(segments.len()));
+        let rows = looked.flat_map(|&sequence| index.rows_of(sequence)).filter(|(of, ..)| *of == space);
+        let mut rows: Vec<_> = rows.map(|(_, key, place, heat)| (heat.last, place.position, key)).collect();
+        drop(index);
+        rows.sort_unstable();
+        rows.into_iter().take(most).map(|(_, position, key)| (key, position)).collect()
+    }
+
+    /// These rows count as not used for a day: they make room before those that requests here have used.
+    pub fn cool(&self, space: Space, keys: &[RowKey]) {
+        let mut index = self.0.shared.index.lock();
+        for key in keys {
+            if let Some(heat) = index.heat_mut(&space, key) {
+                heat.last = heat.last.saturating_sub(86_400);
+            }
+        }
+    }
+
+    /// Bytes that the folder takes, and may take.
+    pub fn usage(&self) -> (u64, u64) {
+        let facts = self.0.shared.facts.lock();
+        (facts.used, facts.capacity)
+    }
+
     /// From now on a row that was not used for so many days goes before all others when room is needed, in every
     /// space. 0, as it is at first: never for that alone.
     pub fn set_ttl_days(&self, days: u32) {
@@ -619,6 +649,9 @@ fn without_marks(why: &str, opened: &mut Opened) -> Marks {
     opened.notes.push(format!("{MARKS}: {why}; no row is pinned or dropped"));
     Marks::default()
 }
+/// Segments in which cold rows are looked for at one time: some thousand rows.
+const COLD_SEGMENTS: usize = 8;
+
 /// Damages that a fault names.
 const DAMAGES_TOLD: usize = 3;
 

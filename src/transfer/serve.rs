@@ -84,6 +84,18 @@ impl Tickets {
         });
     }
 
+    /// Whether a server would let the bearer of this ticket in now.
+    #[cfg(test)]
+    pub fn admits(&self, shown: &Ticket) -> bool {
+        self.check(shown).is_some()
+    }
+
+    /// Tickets that are good now.
+    #[cfg(test)]
+    pub fn live(&self) -> usize {
+        self.0.lock().len()
+    }
+
     /// Looks at every ticket, whichever matches, so that the time taken tells nothing.
     fn check(&self, shown: &Ticket) -> Option<CancellationToken> {
         let issued = self.0.lock();

@@ -228,6 +228,7 @@ impl Session {
         }
         if let Some(cluster) = &shared.cluster {
             cluster.set_space(Some(SpaceFacts { space, what: what.clone() }));
+            cluster.set_rows(Some(Arc::clone(&rows)));
         }
         let slots = held::slots(shared.store.status().capacity, hello.row_bytes);
         let (store, cluster) = (shared.store.clone(), shared.cluster.clone());
@@ -318,6 +319,9 @@ impl Session {
             }
         };
         tasks::log_slow("open jobs of an engine that left", SAY_SO, jobs).await;
+        if let Some(cluster) = &self.shared.cluster {
+            cluster.set_rows(None);
+        }
         let detach = self.shared.store.detach(self.mover.rows.id);
         tasks::log_slow("the store lets go of a row area", SAY_SO, detach).await;
         // What is still to be said (the last DONEs of a node that stops) is said as far as it goes at once.
