@@ -130,7 +130,8 @@ impl Home {
             name: self.name.into(),
             identity: self.identity(),
             control: "127.0.0.1:0".into(),
-            data: "127.0.0.1:0".into(),
+            data: vec!["127.0.0.1:0".into()],
+            rails: Vec::new(),
             seen_as: self.seen_as.clone(),
             join,
             silence: self.silence,
@@ -293,7 +294,7 @@ async fn over_a_cable(tasks: &Tasks) -> (Node, Node, Proxy) {
     let (mut a, b) = (Home::new("a"), Home::new("b"));
     a.seen_as.data = Some(proxy.address.clone());
     let first = a.start(1, None).await;
-    *proxy.to.lock() = first.cluster.data_address().to_owned();
+    *proxy.to.lock() = first.cluster.data_addresses()[0].clone();
     let second = b.start(1, Some(first.cluster.invite())).await;
     first.hold(0..200).await;
     second.learns(|held| held.len() == 200).await;

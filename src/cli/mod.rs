@@ -295,6 +295,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Guard(Words { words }) => run::guard(&words),
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
         Verb::Bench(bench::Bench::Store(order)) => bench::store(&order),
+        Verb::Bench(bench::Bench::Fabric(order)) => bench::fabric(&order),
         Verb::Bench(bench::Bench::Restart(order)) => bench::restart(&order),
         Verb::Status(status) => status::show(&status),
         Verb::Trace(Trace::Info(order)) => trace::info(&order),

@@ -13,6 +13,9 @@ use crate::base::units::Bytes;
 /// A key and what is wrong with its value.
 pub(super) type Finding = (&'static str, String);
 
+/// Rails of one node: two cables with two functions each, and as many again.
+const RAILS: usize = 8;
+
 /// Shown in place of a secret.
 const HIDDEN: &str = "(hidden)";
 
@@ -166,6 +169,19 @@ fn cluster(settings: &Settings, found: &mut Vec<Finding>) {
             "cluster.join",
             "not a join token: one begins with `spark1-` (the value is not shown)".into(),
         ));
+    }
+    let rails = &cluster.rails;
+    if rails.len() > RAILS {
+        found.push(("cluster.rails", format!("{} addresses, at most {RAILS}", rails.len())));
+    }
+    if let Some(twice) = rails.iter().enumerate().find(|(n, rail)| rails[..*n].contains(rail)) {
+        found.push((
+            "cluster.rails",
+            format!("{} is there twice: each rail has an address of its own", twice.1),
+        ));
+    }
+    if let Some(any) = rails.iter().find(|rail| rail.is_unspecified() || rail.is_multicast()) {
+        found.push(("cluster.rails", format!("{any} is no address of a device")));
     }
     between("cluster.silence_s", cluster.silence_s, 1, 3_600, found);
     at_least("cluster.serve_memory", cluster.serve_memory, Bytes::mib(1), found);
