@@ -32,7 +32,7 @@ use tokio::sync::{Notify, watch};
 
 const ROW: u32 = 8192;
 /// A row and its head.
-const ON_WIRE: u64 = ROW as u64 + 110;
+const ON_WIRE: u64 = ROW as u64 + 114;
 const MINUTE: Duration = Duration::from_secs(60);
 
 fn space() -> Space {
@@ -589,7 +589,8 @@ async fn after_a_deadline_nothing_is_accepted_and_nothing_is_written() {
     assert_eq!(past, vec![Outcome::Failed; 200]);
     proxy.allow(30 * ON_WIRE + 5000);
     // The cluster's clock began a little before this one, so its deadline is a little sooner.
-    let deadline = clock.now().plus(Duration::from_secs(2));
+    // And it is sooner than a silent cable is given up.
+    let deadline = clock.now().plus(Duration::from_millis(800));
     let outcomes = second.cluster.fetch(&rows, items(0..200), Some(deadline)).await;
     assert_eq!(outcomes[..30], [Outcome::FromPeer; 30]);
     assert_eq!(outcomes[30..], [Outcome::Failed; 170]);
@@ -871,7 +872,8 @@ async fn live_until_killed(folder: PathBuf, generation: u64, token: String) {
         name: "killed".into(),
         identity: folder.join("identity"),
         control: "127.0.0.1:0".into(),
-        data: "127.0.0.1:0".into(),
+        data: vec!["127.0.0.1:0".into()],
+        rails: Vec::new(),
         seen_as: SeenAs::default(),
         join: Some(token),
         silence: Duration::from_secs(2),

@@ -95,17 +95,22 @@ impl Boxes {
         command
     }
 
-    /// Gigabytes per second, and what each cable carried.
+    /// Megabytes per second of the best round, and what each cable carried. A busy machine only takes away: the best
+    /// round is what the cables gave.
     fn measured(&self, ends: &[&str], rounds: u32) -> (f64, [u64; 2]) {
         let before = self.received('b');
         let output = self.fetch(ends, rounds).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{said}\n{}", self.log());
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(report["fabric_gb_s"].as_f64().unwrap() > 0.0 && report["rails"].is_array(), "{report}");
+        let speed = |line: &str| line.split("fabric ").nth(1)?.split(' ').next()?.parse().ok();
+        let rounds: Vec<f64> =
+            said.lines().filter(|line| line.starts_with("round")).filter_map(speed).collect();
         let after = self.received('b');
         let carried = [after[0] - before[0], after[1] - before[1]];
-        eprintln!("{} ends: {report} {carried:?}", ends.len());
-        (report["fabric_gb_s"].as_f64().unwrap(), carried)
+        eprintln!("{} ends: {rounds:?} MB/s, {carried:?} bytes", ends.len());
+        (rounds.into_iter().max_by(f64::total_cmp).unwrap(), carried)
     }
 
     /// Bytes that the kernel counted, by cable.
@@ -157,11 +162,11 @@ fn may_make_namespaces() -> bool {
 
 const BOTH: [&str; 2] = ["10.77.0.2", "10.77.1.2"];
 
-/// Only one test at a time: they measure.
-static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
-
-fn alone() -> std::sync::MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+/// Only one test at a time, over all processes: they measure.
+fn alone() -> File {
+    let lock = File::create(std::env::temp_dir().join("spark-kv-test-rails.lock")).unwrap();
+    lock.lock().unwrap();
+    lock
 }
 
 #[test]
@@ -170,12 +175,12 @@ fn two_equal_cables_carry_nearly_twice_what_one_does_and_each_half_of_it() {
     let Some(mut boxes) = Boxes::up("eq", MBIT, MBIT) else { return };
     // One row of 17 MB and a few more: a row has to use both at once.
     boxes.serve(128, 17_301_504);
-    let (one, carried) = boxes.measured(&BOTH[..1], 1);
+    let (one, carried) = boxes.measured(&BOTH[..1], 3);
     assert!(carried[0] > 120_000_000 && carried[1] < 1_000_000, "it is pinned to its device: {carried:?}");
-    let (other, carried) = boxes.measured(&BOTH[1..], 1);
+    let (other, carried) = boxes.measured(&BOTH[1..], 3);
     assert!(carried[1] > 120_000_000 && carried[0] < 1_000_000, "it is pinned to its device: {carried:?}");
-    let (both, carried) = boxes.measured(&BOTH, 1);
-    assert!(both >= 1.9 * one.max(other), "{both} GB/s over both, {one} and {other} over one");
+    let (both, carried) = boxes.measured(&BOTH, 3);
+    assert!(both >= 1.9 * one.max(other), "{both} MB/s over both, {one} and {other} over one");
     let half = carried[0] as f64 / (carried[0] + carried[1]) as f64;
     assert!((0.45..0.55).contains(&half), "{carried:?}");
 }
@@ -185,9 +190,9 @@ fn a_cable_of_a_quarter_still_helps() {
     let _alone = alone();
     let Some(mut boxes) = Boxes::up("qu", MBIT, MBIT / 4) else { return };
     boxes.serve(128, 17_301_504);
-    let (one, _) = boxes.measured(&BOTH[..1], 1);
-    let (both, carried) = boxes.measured(&BOTH, 1);
-    assert!(both >= 1.2 * one, "{both} GB/s over both, {one} over the faster one");
+    let (one, _) = boxes.measured(&BOTH[..1], 3);
+    let (both, carried) = boxes.measured(&BOTH, 3);
+    assert!(both >= 1.2 * one, "{both} MB/s over both, {one} over the faster one");
     let share = carried[1] as f64 / (carried[0] + carried[1]) as f64;
     assert!((0.12..0.25).contains(&share), "a fifth is its part: {carried:?}");
 }

@@ -91,6 +91,7 @@ const PURE: [&str; 36] = [
     "trace/blocks.rs",
     "trace/info.rs",
     "trace/weka.rs",
+    "transfer/share.rs",
     "transfer/wire.rs",
 ];
 

@@ -11,6 +11,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -309,7 +310,7 @@ fn items(rows: u32) -> Vec<RowItem> {
     (0..rows).map(|row| RowItem { key: store::key(row), position: (row + 1) * 16, row }).collect()
 }
 
-/// Writes rows to whoever shows the ticket: for connection `first` of `step`, every `step`th one.
+/// Writes rows to whoever shows the ticket, of each row the part of that connection.
 async fn raw_server(mut listener: Listener, goods: Arc<Goods>, ticket: Ticket, tasks: Tasks) {
     loop {
         let Ok((Stream::Tcp(stream), _)) = listener.accept().await else { continue };
@@ -329,11 +330,20 @@ fn raw_send(mut to: std::net::TcpStream, goods: &Goods, ticket: Ticket) -> io::R
     let mut asked = [0; TICKET + 2];
     to.read_exact(&mut asked)?;
     let shown: &[u8; TICKET] = asked[..TICKET].try_into().expect("cut to that length");
-    let (first, step) = (usize::from(asked[TICKET]), usize::from(asked[TICKET + 1]).max(1));
-    if !same_secret(shown, &ticket.0) {
+    let (connection, of) = (usize::from(asked[TICKET]), usize::from(asked[TICKET + 1]));
+    if !same_secret(shown, &ticket.0) || connection >= of {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    goods.memory.iter().skip(first).step_by(step).try_for_each(|record| to.write_all(&record.payload))
+    goods
+        .memory
+        .iter()
+        .map(|record| &record.payload)
+        .try_for_each(|row| to.write_all(&row[part(row.len(), connection, of)]))
+}
+
+/// Which bytes of a row a raw connection carries: equal parts, one after the other.
+fn part(row_bytes: usize, connection: usize, of: usize) -> Range<usize> {
+    row_bytes * connection / of..row_bytes * (connection + 1) / of
 }
 
 /// The other side of a [`Host`], over all rounds.
@@ -491,7 +501,8 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Raw sockets, one thread each, into the same rows.
+    /// Raw sockets, one thread each, into the same rows: the sum of what each of them moved in a second, so that unequal
+    /// rails count with all they have.
     async fn raw(&self) -> Result<f64, Error> {
         let mut streams = Vec::new();
         for path in &self.raw_paths {
@@ -503,24 +514,22 @@ impl<'a> Guest<'a> {
         self.wipe();
         let (rows, ticket) = (self.memory.clone(), self.ticket);
         let run = move || {
-            let begin = Instant::now();
-            let step = streams.len();
+            let of = streams.len();
             std::thread::scope(|scope| {
-                let receive = |(first, stream)| {
+                let receive = |(connection, stream)| {
                     let rows = &rows;
-                    scope.spawn(move || raw_receive(stream, rows, ticket, first, step))
+                    scope.spawn(move || raw_receive(stream, rows, ticket, connection, of))
                 };
                 let threads: Vec<_> = streams.into_iter().enumerate().map(receive).collect();
-                let join = |thread: std::thread::ScopedJoinHandle<'_, io::Result<()>>| {
+                let join = |thread: std::thread::ScopedJoinHandle<'_, io::Result<f64>>| {
                     thread.join().unwrap_or_else(|_| Err(io::Error::other("a reading thread panicked")))
                 };
-                threads.into_iter().try_for_each(join)
-            })?;
-            Ok::<_, io::Error>(begin.elapsed())
+                threads.into_iter().map(join).sum::<io::Result<f64>>()
+            })
         };
-        let took = tokio::task::spawn_blocking(run).await.map_err(io::Error::other)??;
+        let speed = tokio::task::spawn_blocking(run).await.map_err(io::Error::other)??;
         self.check()?;
-        Ok(self.bytes() / took.as_secs_f64())
+        Ok(speed)
     }
 
     /// All rows of a space over the fabric.
@@ -557,28 +566,31 @@ fn last(of: &[f64]) -> f64 {
     of.last().copied().unwrap_or_default()
 }
 
+/// Bytes per second of one raw connection.
 fn raw_receive(
     mut from: std::net::TcpStream,
     rows: &Rows,
     ticket: Ticket,
-    first: usize,
-    step: usize,
-) -> io::Result<()> {
+    connection: usize,
+    of: usize,
+) -> io::Result<f64> {
     from.set_nonblocking(false)?;
     from.set_read_timeout(Some(PATIENCE))?;
     let number = |n: usize| u8::try_from(n).map_err(io::Error::other);
-    from.write_all(&[&ticket.0[..], &[number(first)?, number(step)?]].concat())?;
-    for row in (0..rows.count()).skip(first).step_by(step) {
-        let mut got = 0;
-        while got < rows.row_bytes() {
-            let most = (rows.row_bytes() - got).min(RAW_READ);
-            match rows.fill_part(row, got, most, |into| from.read(into))? {
+    let begin = Instant::now();
+    from.write_all(&[&ticket.0[..], &[number(connection)?, number(of)?]].concat())?;
+    let mine = part(rows.row_bytes(), connection, of);
+    for row in 0..rows.count() {
+        let mut at = mine.start;
+        while at < mine.end {
+            let most = (mine.end - at).min(RAW_READ);
+            match rows.fill_part(row, at, most, |into| from.read(into))? {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                n => got += n,
+                n => at += n,
             }
         }
     }
-    Ok(())
+    Ok(f64::from(rows.count()) * mine.len() as f64 / begin.elapsed().as_secs_f64())
 }
 
 #[cfg(test)]
@@ -594,6 +606,15 @@ mod tests {
             connections: 2,
             folder,
             only_fabric: false,
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_row_are_the_row() {
+        for of in 1..=5 {
+            let parts: Vec<_> = (0..of).map(|connection| part(17_301_504, connection, of)).collect();
+            assert!(parts[0].start == 0 && parts[of - 1].end == 17_301_504);
+            assert!(parts.windows(2).all(|two| two[0].end == two[1].start), "{parts:?}");
         }
     }
 

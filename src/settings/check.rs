@@ -262,6 +262,34 @@ mod tests {
     }
 
     #[test]
+    fn rails_are_addresses_of_devices_each_once() {
+        let with = |rails: &[&str]| {
+            let mut settings = Settings::default();
+            settings.cluster.rails = rails.iter().map(|rail| rail.parse().unwrap()).collect();
+            impossible(&settings).into_iter().map(|(key, what)| format!("{key}: {what}")).collect::<Vec<_>>()
+        };
+        assert!(with(&["10.77.0.1", "10.77.1.1"]).is_empty());
+        for (rails, says) in [
+            (&["10.77.0.1", "10.77.0.1"][..], "twice"),
+            (&["0.0.0.0"], "no address"),
+            (
+                &[
+                    "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5", "10.0.0.6", "10.0.0.7",
+                    "10.0.0.8", "::1",
+                ],
+                "at most",
+            ),
+        ] {
+            let found = with(rails);
+            assert!(found.len() == 1 && found[0].contains(says), "{rails:?}: {found:?}");
+        }
+        let mut settings = Settings::default();
+        assert_eq!(settings.cluster.data_addresses(7), ["127.0.0.1:7"]);
+        settings.cluster.rails = vec!["10.77.0.1".parse().unwrap(), "fd00::1".parse().unwrap()];
+        assert_eq!(settings.cluster.data_addresses(7), ["10.77.0.1:7", "[fd00::1]:7"]);
+    }
+
+    #[test]
     fn secrets_are_masked_wherever_they_stand() {
         let text = |s: &str| Value::String(s.into());
         assert_eq!(masked("cluster.join", &text("spark1-x")), text(HIDDEN));

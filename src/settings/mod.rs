@@ -147,7 +147,7 @@ pub struct Cluster {
     pub join: String,
     /// Seconds without a word until a peer counts as gone. Default 3.
     pub silence_s: u32,
-    /// Bytes of rows read for peers at one time. Default 64 MiB.
+    /// Bytes of rows read for peers at one time. Default 256 MiB: what drive and wire have under way at 10 GB/s, thrice.
     pub serve_memory: Bytes,
     /// Copy rows that requests on both nodes use, while no load is under way. Default true.
     pub copy: bool,
@@ -246,7 +246,7 @@ impl Default for Cluster {
             rails: Vec::new(),
             join: String::new(),
             silence_s: 3,
-            serve_memory: Bytes::mib(64),
+            serve_memory: Bytes::mib(256),
             copy: true,
             take_over: true,
             copy_rate: Bytes::mib(128),

@@ -28,8 +28,9 @@ const ROWS: usize = 4096;
 /// Rows to be read ahead that wait for memory. More are forgotten: a pull reads them too.
 const WISHES: usize = 1024;
 
-/// A row that nobody has asked for in this time is the first to go.
-const STALE: Duration = Duration::from_secs(2);
+/// A row that nobody has asked for in this time is the first to go: its hint came late, or its rail was lost. What is
+/// read ahead is on the wire long before, unless the wire carries less than 6 MB/s.
+const STALE: Duration = Duration::from_secs(10);
 
 /// Whose row it is: the peer's ticket and the peer's number of the fetch.
 pub type Whose = (u64, u64);
@@ -160,8 +161,16 @@ impl Pantry {
         while let Some((whose, ask)) = stock.wishes.front().copied() {
             let there = stock.rows.contains_key(&(ask.space, ask.key));
             if !there {
-                let Some(charge) = self.set_aside(&stock, ask.row_bytes) else { break };
-                self.begin(&mut stock, whose, &ask, charge);
+                match self.set_aside(&stock, ask.row_bytes) {
+                    Some(charge) => self.begin(&mut stock, whose, &ask, charge),
+                    None => match stale(&stock).and_then(|key| stock.rows.remove(&key)) {
+                        Some(old) => {
+                            old.cancel.cancel();
+                            continue;
+                        }
+                        None => break,
+                    },
+                }
             }
             stock.wishes.pop_front();
         }
@@ -223,17 +232,17 @@ impl Pantry {
         let key = (ask.space, ask.key);
         let mut stock = self.0.stock.lock();
         if !stock.rows.contains_key(&key) {
+            // Of a row that was read the memory is free at once; of one being read, as soon as its read has ended.
+            let mut promised = 0;
             let charge = loop {
                 if let Some(charge) = self.set_aside(&stock, ask.row_bytes) {
                     break charge;
                 }
-                let Some(victim) = idle(&stock) else {
-                    drop(stock);
-                    return None;
-                };
-                let entry = stock.rows.remove(&victim).expect("it was just found");
-                // Of a row that was read the memory is free at once; of one being read, when its read has ended.
+                let enough = self.0.free.load(Ordering::Acquire) + promised >= u64::from(ask.row_bytes);
+                let victim = if enough && promised > 0 { None } else { idle(&stock) };
+                let entry = stock.rows.remove(&victim?)?;
                 entry.cancel.cancel();
+                promised += if Arc::strong_count(&entry.charge) > 1 { entry.charge.bytes } else { 0 };
             };
             self.begin(&mut stock, whose, ask, charge);
         }
@@ -256,13 +265,22 @@ impl Pantry {
     }
 }
 
-/// The row that goes first when memory is needed: the longest unused of those that were forgotten, else the one that
-/// will be needed last, which is the one that was wished for last.
-fn idle(stock: &Stock) -> Option<(Space, RowKey)> {
+/// The longest unused of the rows that were forgotten.
+fn stale(stock: &Stock) -> Option<(Space, RowKey)> {
     let now = Instant::now();
-    let idle = || stock.rows.iter().filter(|(_, entry)| entry.users == 0);
-    let stale = idle().filter(|(_, e)| now.duration_since(e.used) > STALE).min_by_key(|(_, e)| e.used);
-    stale.or_else(|| idle().max_by_key(|(_, e)| e.number)).map(|(key, _)| *key)
+    let old = |entry: &&Entry| entry.users == 0 && now.duration_since(entry.used) > STALE;
+    let old = stock.rows.iter().filter(|(_, entry)| old(entry));
+    old.min_by_key(|(_, entry)| entry.used).map(|(key, _)| *key)
+}
+
+/// The row that goes first when memory is needed: a forgotten one, else the one that will be needed last, which is
+/// the one that was wished for last.
+fn idle(stock: &Stock) -> Option<(Space, RowKey)> {
+    let newest = || {
+        let idle = stock.rows.iter().filter(|(_, entry)| entry.users == 0);
+        idle.max_by_key(|(_, entry)| entry.number).map(|(key, _)| *key)
+    };
+    stale(stock).or_else(newest)
 }
 
 impl Use {

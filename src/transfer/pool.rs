@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
+use prometheus::IntCounter;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -23,14 +24,16 @@ use crate::base::rows::Rows;
 /// this in flight.
 const PIECES_WAITING: usize = 1 << 18;
 
-/// Bytes of rows that the peer is told to read ahead of what is pulled, and how many rows at least and at most: a
-/// drive that needs 2 ms delivers 14 GB/s out of this, and it fits twice into the memory that a node serves from.
-const AHEAD_BYTES: usize = 28 << 20;
+/// Bytes of rows that the peer is told to read before their pieces are pulled, those being pulled included, and how
+/// many rows at least and at most. It reads them in this order as its memory allows. A row of 17 MB is on its way for
+/// about 8 ms at 10 GB/s (drive, checksum, wire, checksum), in which 80 MB pass.
+const AHEAD_BYTES: usize = 256 << 20;
 const AHEAD_LEAST: usize = 2;
 const AHEAD_MOST: usize = 256;
 
-/// What a piece is when nobody says otherwise. Measured over loopback with two connections: 256 KiB 0.78 of raw sockets, 1 MiB
-/// and 4 MiB the same within the noise; a smaller piece divides a row better between rails.
+/// What a piece is when nobody says otherwise. Over loopback, with two connections and rows of 17 MB on two cores, the
+/// fabric moved 0.84 of what raw sockets do with pieces of 256 KiB, 0.93 with 1 MiB and 0.94 with 4 MiB; smaller ones divide a
+/// row better between rails.
 pub const PIECE_BYTES: usize = 1 << 20;
 
 #[derive(Debug)]
@@ -64,6 +67,15 @@ struct Slot {
     bytes: AtomicU64,
     errors: AtomicU64,
     opened: AtomicU64,
+    counted: Counted,
+}
+
+/// Its series, looked up once: bytes are counted for every portion that comes.
+#[derive(Debug)]
+struct Counted {
+    bytes: IntCounter,
+    errors: IntCounter,
+    reconnects: IntCounter,
 }
 
 /// How a rail is.
@@ -86,7 +98,16 @@ pub struct RailStatus {
 
 impl Pool {
     pub fn new(paths: Vec<Path>, piece_bytes: usize, metrics: &Metrics) -> Self {
-        let slot = |path| Slot {
+        let counted = |path: &Path| {
+            let name = [path.name.as_str()];
+            Counted {
+                bytes: metrics.rail_bytes.with_label_values(&name),
+                errors: metrics.rail_errors.with_label_values(&name),
+                reconnects: metrics.rail_reconnects.with_label_values(&name),
+            }
+        };
+        let slot = |path: Path| Slot {
+            counted: counted(&path),
             path,
             bell: Notify::new(),
             cancels: Mutex::default(),
@@ -213,7 +234,7 @@ impl Pool {
         let slot = &self.slots[rail];
         slot.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.metrics.received_bytes.inc_by(bytes);
-        self.metrics.rail_bytes.with_label_values(&[slot.path.name.as_str()]).inc_by(bytes);
+        slot.counted.bytes.inc_by(bytes);
     }
 
     pub fn landed(&self, rail: usize) {
@@ -227,7 +248,7 @@ impl Pool {
         slot.cancels.lock().clear();
         slot.up.store(true, Ordering::Release);
         if slot.opened.fetch_add(1, Ordering::Relaxed) > 0 {
-            self.metrics.rail_reconnects.with_label_values(&[slot.path.name.as_str()]).inc();
+            slot.counted.reconnects.inc();
         }
         self.metrics.rails.inc();
         let now = self.now();
@@ -245,7 +266,7 @@ impl Pool {
         }
         if !asked {
             slot.errors.fetch_add(1, Ordering::Relaxed);
-            self.metrics.rail_errors.with_label_values(&[slot.path.name.as_str()]).inc();
+            slot.counted.errors.inc();
         }
         let mut state = self.state.lock();
         let mut failed = state.share.lost(rail);

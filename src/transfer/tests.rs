@@ -450,6 +450,76 @@ async fn a_slow_drive_is_told_from_a_dead_cable_and_a_given_up_fetch_stops_its_r
     world.end().await;
 }
 
+/// The fetching side, played by hand: one head, and its payload.
+async fn answer(stream: &mut Stream) -> (Head, Vec<u8>) {
+    let mut head = [0; wire::HEAD];
+    stream.read_exact(&mut head).await.unwrap();
+    let head = Head::decode(&head).unwrap();
+    let mut payload = vec![0; head.length as usize];
+    stream.read_exact(&mut payload).await.unwrap();
+    (head, payload)
+}
+
+#[tokio::test]
+async fn what_is_cancelled_or_over_its_patience_is_answered_without_its_bytes() {
+    let world = World::serving(Memory { slow_from: 5, ..Memory::with(10) }, Size::mib(64)).await;
+    let path = world.fabric.paths(&["b".into()]).remove(0);
+    let mut stream = rail::open(&world.fabric, &path, world.tickets.issue([1; 32], 1)).await.unwrap();
+    let pull = |n: u32, id: u64, patience_ms: u32| Ask {
+        space: space(),
+        key: key(n),
+        row_bytes: ROW as u32,
+        offset: 4096,
+        patience_ms,
+        ..Ask::plain(Want::Pull, 3, id, 4096)
+    };
+    // The drive does not deliver: signs of life, then an answer, at the time that was asked for.
+    stream.write_all(&pull(7, 1, 350).encode()).await.unwrap();
+    let mut beats = 0;
+    let gone = loop {
+        let (head, payload) = answer(&mut stream).await;
+        assert!(head.id == 1 && payload.is_empty());
+        if head.kind != wire::Kind::Wait {
+            break head;
+        }
+        beats += 1;
+    };
+    assert_eq!((gone.kind, gone.key), (wire::Kind::Gone, key(7)));
+    assert!(beats >= 1, "it was not silent");
+    // Of three, the one that is read for and one that is not are given up; each is answered in its turn.
+    for ask in [pull(8, 2, 0), pull(1, 3, 0), pull(2, 4, 0)] {
+        stream.write_all(&ask.encode()).await.unwrap();
+    }
+    for id in [3, 2] {
+        stream.write_all(&Ask::plain(Want::Cancel, 3, id, 0).encode()).await.unwrap();
+    }
+    let mut said = Vec::new();
+    while said.len() < 3 {
+        let (head, payload) = answer(&mut stream).await;
+        if head.kind != wire::Kind::Wait {
+            said.push((head.id, head.kind, payload));
+        }
+    }
+    let wanted = payload(2)[4096..].to_vec();
+    let gone = |id| (id, wire::Kind::Gone, Vec::new());
+    assert_eq!(said, [gone(2), gone(3), (4, wire::Kind::Piece, wanted)]);
+    world.end().await;
+}
+
+#[tokio::test]
+async fn senseless_words_end_the_connection_and_are_counted() {
+    let world = World::serving(Memory::with(1), Size::mib(1)).await;
+    let path = world.fabric.paths(&["b".into()]).remove(0);
+    for bad in [Ask::plain(Want::Pull, 1, 1, 1), Ask::plain(Want::Fill, 1, 1, wire::MAX_PROBE + 1)] {
+        let before = world.count("refused_connections_total");
+        let mut stream = rail::open(&world.fabric, &path, world.tickets.issue([1; 32], 1)).await.unwrap();
+        stream.write_all(&bad.encode()).await.unwrap();
+        assert_eq!(stream.read(&mut [0; 1]).await.unwrap_or(0), 0, "{bad:?}");
+        assert_eq!(world.count("refused_connections_total"), before + 1);
+    }
+    world.end().await;
+}
+
 /// Runs one unit test in a process of its own, with a mutant.
 fn passes(test: &str, mutant: Option<&str>) -> bool {
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
