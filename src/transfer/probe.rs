@@ -58,7 +58,8 @@ pub struct Carried {
 /// Moves `bytes` along `paths` at once, divided as it goes: a rail that is done with one portion takes the next.
 ///
 /// # Errors
-/// When a connection cannot be opened or fails, or the ticket is not known.
+/// When a connection cannot be opened or fails, or the ticket is not known. Over TCP a cable that is cut meanwhile is
+/// such a failure within seconds.
 pub async fn probe(
     fabric: &Fabric,
     paths: &[Path],
@@ -115,7 +116,9 @@ async fn carry(
             if way == Way::There {
                 let mut left = portion as usize;
                 while left > 0 {
-                    left -= stream.write(&buffer[..left.min(CHUNK)]).await?;
+                    let chunk = left.min(CHUNK);
+                    stream.write_all(&buffer[..chunk]).await?;
+                    left -= chunk;
                 }
             }
         }

@@ -197,9 +197,9 @@ impl Rail {
         loop {
             let opened = tokio::select! {
                 () = closed.cancelled() => break,
-                opened = tokio::time::timeout(CONNECT_WAIT, open(&self.fabric, &path, self.ticket)) => opened,
+                opened = open(&self.fabric, &path, self.ticket) => opened,
             };
-            match opened.map_err(io::Error::from).and_then(|opened| opened) {
+            match opened {
                 Ok(stream) => {
                     pause = BACKOFF_FIRST;
                     self.pool.up(self.number);
@@ -224,14 +224,17 @@ impl Rail {
     }
 }
 
-/// Opens a connection and shows the ticket.
+/// Opens a connection and shows the ticket, within [`CONNECT_WAIT`].
 pub(super) async fn open(fabric: &Fabric, path: &Path, ticket: Ticket) -> io::Result<Stream> {
-    let mut stream = fabric.connect(path).await?;
-    stream.write_all(&wire::preamble(&ticket)).await?;
-    match stream.read_u8().await? {
-        wire::ACCEPTED => Ok(stream),
-        other => Err(io::Error::other(format!("the ticket was answered with {other}"))),
-    }
+    let open = async {
+        let mut stream = fabric.connect(path).await?;
+        stream.write_all(&wire::preamble(&ticket)).await?;
+        match stream.read_u8().await? {
+            wire::ACCEPTED => Ok(stream),
+            other => Err(io::Error::other(format!("the ticket was answered with {other}"))),
+        }
+    };
+    tokio::time::timeout(CONNECT_WAIT, open).await?
 }
 
 /// A piece that was asked for.
