@@ -1,0 +1,122 @@
+//! What the facts mean, in words: one verdict for each known fault of a pair of Sparks, with cause and fix, and one for
+//! what is well.
+//!
+//! Pure. Figures to judge by hold for the one card they were measured on; any other device is described and not
+//! accused. Where each threshold comes from stands beside it. No verdict rests on what a library or a log claims.
+
+mod measurement;
+mod setup;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::inventory::Inventory;
+use super::measured::Measured;
+
+/// What is judged.
+#[derive(Clone, Debug)]
+pub struct Case<'a> {
+    pub here: &'a Inventory,
+    /// The other box, where it said what it has.
+    pub there: Option<&'a Inventory>,
+    /// Bytes that are to be registered with the RDMA devices.
+    pub pinned: u64,
+    /// GID index of each RDMA device when the node started.
+    pub gids_at_start: &'a BTreeMap<String, u32>,
+    /// GID index that the engine's environment fixes: the variable and its value.
+    pub gid_fixed: Option<(&'a str, &'a str)>,
+    pub measured: Option<&'a Measured>,
+}
+
+/// Which fault, or which part is well. Stable words for scripts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Id {
+    /// There is nothing to judge.
+    NoRails,
+    NoCable,
+    TwinNotConfigured,
+    SameSubnet,
+    CableCrossed,
+    PcieNarrow,
+    GidMissing,
+    GidDrift,
+    SmallMtu,
+    MtuNotEndToEnd,
+    MemlockSmall,
+    KernelHandover,
+    DeviceForbidden,
+    CardSwitchedOff,
+    RailSilent,
+    OnlyOneRail,
+    RdmaWasTcp,
+    TcpByChoice,
+    NicDegraded,
+    RailSlow,
+    BothSlow,
+    Errors,
+    Uncounted,
+    Carries,
+}
+
+/// How much it matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Level {
+    /// As it should be.
+    Ok,
+    /// Worth knowing.
+    Note,
+    /// Works, and worse than it could.
+    Warn,
+    /// Somebody must act.
+    Fail,
+}
+
+/// One finding.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verdict {
+    pub id: Id,
+    pub level: Level,
+    /// Device it is about. None: the pair, or the machine.
+    pub rail: Option<String>,
+    /// What was seen, with its figures.
+    pub what: String,
+    pub cause: String,
+    pub fix: String,
+}
+
+impl Verdict {
+    fn new(level: Level, id: Id, what: impl Into<String>) -> Self {
+        Self { id, level, rail: None, what: what.into(), cause: String::new(), fix: String::new() }
+    }
+
+    fn on(mut self, rail: &str) -> Self {
+        self.rail = Some(rail.to_owned());
+        self
+    }
+
+    fn because(mut self, cause: impl Into<String>) -> Self {
+        self.cause = cause.into();
+        self
+    }
+
+    fn fix(mut self, fix: impl Into<String>) -> Self {
+        self.fix = fix.into();
+        self
+    }
+}
+
+/// Everything that can be said, the worst first.
+pub fn judge(case: &Case<'_>) -> Vec<Verdict> {
+    let mut verdicts = setup::judge(case);
+    verdicts.extend(case.measured.into_iter().flat_map(|measured| measurement::judge(case, measured)));
+    verdicts.sort_by_key(|verdict| std::cmp::Reverse(verdict.level));
+    verdicts
+}
+
+/// What keeps memory from being registered with the RDMA devices. A node asks before its first transfer.
+pub fn registration(here: &Inventory, pinned: u64) -> Vec<Verdict> {
+    setup::registration(here, pinned)
+}
