@@ -80,6 +80,7 @@ const PURE: [&str; 42] = [
     "rails/verdict.rs",
     "rails/verdict/measurement.rs",
     "rails/verdict/setup.rs",
+    "rails/watch.rs",
     "router/ask.rs",
     "router/policy.rs",
     "router/prefix.rs",

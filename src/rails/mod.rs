@@ -7,9 +7,15 @@
 
 pub mod counters;
 mod inventory;
+pub mod measure;
 pub mod measured;
+mod probe;
+mod sampler;
 mod tree;
 pub mod verdict;
+mod watch;
 
 pub use inventory::{Gid, Host, Inventory, Pcie, Rail, Rdma};
+pub use sampler::{Options, Sampler, View};
 pub use tree::{Access, Error, Net, Tree};
+pub use watch::Use;

@@ -15,18 +15,25 @@ use super::inventory::Inventory;
 use super::measured::Measured;
 
 /// What is judged.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Case<'a> {
     pub here: &'a Inventory,
+    pub context: &'a Context,
+    pub measured: Option<&'a Measured>,
+}
+
+/// What a machine's own files do not say.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Context {
     /// The other box, where it said what it has.
-    pub there: Option<&'a Inventory>,
+    pub there: Option<Inventory>,
     /// Bytes that are to be registered with the RDMA devices.
     pub pinned: u64,
     /// GID index of each RDMA device when the node started.
-    pub gids_at_start: &'a BTreeMap<String, u32>,
-    /// GID index that the engine's environment fixes: the variable and its value.
-    pub gid_fixed: Option<(&'a str, &'a str)>,
-    pub measured: Option<&'a Measured>,
+    pub gids_at_start: BTreeMap<String, u32>,
+    /// GID indices that the engine's environment fixes, by variable.
+    pub gids_fixed: BTreeMap<String, String>,
 }
 
 /// Which fault, or which part is well. Stable words for scripts.
@@ -116,7 +123,7 @@ pub fn judge(case: &Case<'_>) -> Vec<Verdict> {
     verdicts
 }
 
-/// What keeps memory from being registered with the RDMA devices. A node asks before its first transfer.
-pub fn registration(here: &Inventory, pinned: u64) -> Vec<Verdict> {
-    setup::registration(here, pinned)
+/// Whether a verdict is about registering memory, which fails at the first transfer when nobody looks before.
+pub fn is_registration(id: Id) -> bool {
+    matches!(id, Id::MemlockSmall | Id::KernelHandover | Id::DeviceForbidden)
 }

@@ -31,6 +31,9 @@ const DEGRADED_GBIT_S: std::ops::RangeInclusive<f64> = 8.0..=25.0;
 pub(super) fn judge(case: &Case<'_>, measured: &Measured) -> Vec<Verdict> {
     let mut found = Vec::new();
     found.extend(measured.probes.iter().filter_map(probe));
+    found.extend(
+        measured.probes.iter().filter(|probe| !was_asked(measured, &probe.rail)).filter_map(unanswered),
+    );
     let alone = &measured.alone;
     found.extend(alone.iter().filter_map(|run| silent_alone(case, measured, run)));
     found.extend(alone.iter().filter_map(|run| speed(case, run)));
@@ -64,6 +67,26 @@ fn probe(probe: &Probe) -> Option<Verdict> {
         .fix(format!(
             "set the same MTU on both boxes: ip link set {rail} mtu {mtu} there too, and in netplan to stay"
         )),
+    )
+}
+
+fn was_asked(measured: &Measured, rail: &str) -> bool {
+    measured.alone.iter().any(|run| run.over.iter().any(|device| device == rail))
+}
+
+/// Without a transfer, silence is all there is to go by; a firewall that drops probes is as silent as a dead cable.
+fn unanswered(probe: &Probe) -> Option<Verdict> {
+    let Probe { rail, to, small, .. } = probe;
+    let what = match small {
+        Answer::Arrived => return None,
+        Answer::Silent | Answer::TooLarge(_) => format!("{to} does not answer on {rail}"),
+        Answer::Unsent(why) => format!("nothing can be sent to {to} on {rail}: {why}"),
+    };
+    Some(
+        Verdict::new(Level::Warn, Id::RailSilent, what)
+            .on(rail)
+            .because("the other end is off, has another address or no cable, or its firewall drops what it does not know")
+            .fix(format!("ping -I {rail} {to} tells which; with nodes running on both boxes a transfer decides")),
     )
 }
 

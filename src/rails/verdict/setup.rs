@@ -28,7 +28,7 @@ pub(super) fn judge(case: &Case<'_>) -> Vec<Verdict> {
     found.extend(cables(rails));
     found.extend(rails.iter().filter_map(|rail| twin(rail, rails)));
     found.extend(subnets(rails));
-    found.extend(case.there.and_then(|there| crossed(case.here, there)));
+    found.extend(case.context.there.as_ref().and_then(|there| crossed(case.here, there)));
     for rail in rails {
         found.extend(pcie(rail));
         found.extend(rail.rdma.as_ref().and_then(|rdma| gid(case, rail, rdma)));
@@ -42,7 +42,7 @@ pub(super) fn judge(case: &Case<'_>) -> Vec<Verdict> {
                 .fix("switch it on, then shut the box down and start it cold: a card that was only added again stays at some 13 Gb/s"),
         );
     }
-    found.extend(registration(case.here, case.pinned));
+    found.extend(registration(case.here, case.context.pinned));
     found
 }
 
@@ -162,8 +162,8 @@ fn gid(case: &Case<'_>, rail: &Rail, rdma: &Rdma) -> Option<Verdict> {
         );
     };
     let index = gid.index;
-    let fixed = case.gid_fixed.filter(|(_, value)| value.trim() != index.to_string());
-    let before = case.gids_at_start.get(&rdma.device).filter(|before| **before != index);
+    let fixed = case.context.gids_fixed.iter().find(|(_, value)| value.trim() != index.to_string());
+    let before = case.context.gids_at_start.get(&rdma.device).filter(|before| **before != index);
     let (what, cause, fix) = match (fixed, before) {
         (Some((name, value)), _) => (
             format!(
@@ -202,7 +202,7 @@ fn mtu(rail: &Rail) -> Option<Verdict> {
 }
 
 /// Only where there is an RDMA device: nothing else registers memory.
-pub(super) fn registration(here: &Inventory, pinned: u64) -> Vec<Verdict> {
+fn registration(here: &Inventory, pinned: u64) -> Vec<Verdict> {
     let rdma: Vec<(&Rail, &Rdma)> =
         here.rails.iter().filter_map(|rail| Some((rail, rail.rdma.as_ref()?))).collect();
     let mut found = Vec::new();
