@@ -314,6 +314,11 @@ impl Cluster {
         self.0.shared.set_note(text);
     }
 
+    /// Bytes of rows that were received and sent since the start.
+    pub fn moved_bytes(&self) -> u64 {
+        self.0.shared.transfer.moved_bytes()
+    }
+
     pub fn faults(&self) -> Vec<Fault> {
         self.0.shared.faults()
     }

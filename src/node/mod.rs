@@ -9,6 +9,7 @@ mod gate;
 mod invite;
 mod pace;
 mod picture;
+mod rails;
 
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -31,10 +32,13 @@ use crate::observe::alerts::Alerts;
 use crate::observe::chains::Chains;
 use crate::observe::requests::Ledger;
 use crate::observe::state::NodeFile;
+use crate::rails::{Options as RailOptions, Sampler, Tree};
 use crate::router::{self, Router, Wire};
 use crate::settings::{Places, Ports, Settings};
 use crate::store::{self, DiskKind, Store};
 use crate::tasks::{Kind, Tasks, log_slow};
+
+pub use rails::{data_addresses, rails_context};
 
 /// Share of the row area that hits may hold at one time, in percent. The rest is for stores: vLLM needs a free row for
 /// every block that it writes through, and computes nothing less while it waits for one.
@@ -77,6 +81,7 @@ struct Parts {
     tasks: Tasks,
     store: Store,
     cluster: Cluster,
+    rails: Sampler,
     door: local::Door,
     router: Router,
     engine: tokio::sync::watch::Receiver<engine::View>,
@@ -137,6 +142,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         &meter,
     )
     .await?;
+    let rails = watch_rails(&settings, &cluster, &clock, &tasks, &meter).await;
     let view = engine::watch_view(places.engine_view(), &tasks);
     let door = local::Door::start(
         places.engine_socket(),
@@ -184,6 +190,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         tasks: tasks.clone(),
         store,
         cluster,
+        rails,
         door,
         router: router.clone(),
         engine: view,
@@ -196,8 +203,25 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
     let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
     serve(&parts, judge, open, listener, meter, orders)?;
+    let asked = parts.clone();
+    let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
+    serve(&parts, judge, open, listener, meter, desk)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
+}
+
+/// Finds at the start what would fail at the first transfer, and watches from then on.
+async fn watch_rails(
+    settings: &Settings,
+    cluster: &Cluster,
+    clock: &Clock,
+    tasks: &Tasks,
+    meter: &Meter,
+) -> Sampler {
+    let options = RailOptions { data: data_addresses(settings), context: rails_context(settings) };
+    let cluster = cluster.clone();
+    let moved = move || cluster.moved_bytes();
+    Sampler::start(Tree::machine(), options, moved, clock.clone(), tasks, meter).await
 }
 
 async fn listen(settings: &Settings) -> Result<TcpListener, Error> {

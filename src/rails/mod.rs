@@ -10,12 +10,14 @@ mod inventory;
 pub mod measure;
 pub mod measured;
 mod probe;
+mod report;
 mod sampler;
 mod tree;
 pub mod verdict;
 mod watch;
 
 pub use inventory::{Gid, Host, Inventory, Pcie, Rail, Rdma};
+pub use report::{Report, Speed};
 pub use sampler::{Options, Sampler, View};
 pub use tree::{Access, Error, Net, Tree};
 pub use watch::Use;

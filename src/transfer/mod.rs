@@ -141,6 +141,11 @@ impl Metrics {
         }
     }
 
+    /// Bytes of rows that were received and sent since the start.
+    pub fn moved_bytes(&self) -> u64 {
+        self.received_bytes.get() + self.sent_bytes.get()
+    }
+
     fn failed(&self, reason: Reason, rows: usize) {
         self.failed_rows.with_label_values(&[reason.label()]).inc_by(rows as u64);
     }

@@ -22,7 +22,7 @@ pub(super) fn judge(case: &Case<'_>) -> Vec<Verdict> {
         return vec![
             Verdict::new(Level::Fail, Id::NoRails, what)
                 .because("no such device has an address, or the network is not visible from here")
-                .fix("give the devices of the cable between the boxes an address, or name it: spark-kv rails --data ADDRESS"),
+                .fix("give the devices of the cable between the boxes an address, then name them in cluster.rails"),
         ];
     }
     found.extend(cables(rails));
