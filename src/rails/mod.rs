@@ -9,6 +9,7 @@ pub mod counters;
 mod inventory;
 pub mod measure;
 pub mod measured;
+mod nixl;
 mod probe;
 mod report;
 mod sampler;
@@ -17,6 +18,7 @@ pub mod verdict;
 mod watch;
 
 pub use inventory::{Gid, Host, Inventory, Pcie, Rail, Rdma};
+pub use nixl::Nixl;
 pub use report::{Report, Speed};
 pub use sampler::{Options, Sampler, View};
 pub use tree::{Access, Error, Net, Tree};

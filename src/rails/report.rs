@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::inventory::Inventory;
 use super::measured::{Measured, Run};
+use super::nixl::Nixl;
 use super::tree::Tree;
 use super::verdict::{Case, Context, Level, Verdict, judge};
 use super::watch::Use;
@@ -32,6 +33,8 @@ pub struct Report {
     pub speeds: Vec<Speed>,
     /// What the rails did in the last minute, where a node watches them.
     pub uses: Vec<Use>,
+    /// Where NIXL lies. None: nobody looked, as in a recording.
+    pub nixl: Option<Nixl>,
     /// The worst first.
     pub verdicts: Vec<Verdict>,
 }

@@ -236,3 +236,77 @@ fn fault(verdict: &Verdict) -> Fault {
     // Causes of one code are joined with semicolons.
     Fault::new(code, format!("{what}: {cause}. To mend it: {fix}").replace(';', ","))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    async fn started(case: &str) -> (Sampler, Meter, Tasks) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/rails").join(case);
+        let (tasks, meter) = (Tasks::new(), Meter::new());
+        let data = vec![[192, 168, 100, 10].into(), [192, 168, 101, 10].into(), [10, 0, 0, 1].into()];
+        let options = Options { data, context: Context { pinned: 4 << 30, ..Context::default() } };
+        let tree = Tree::at(&path).unwrap();
+        (Sampler::start(tree, options, || 0, Clock::real(), &tasks, &meter).await, meter, tasks)
+    }
+
+    #[tokio::test]
+    async fn what_would_fail_at_the_first_transfer_is_a_fault_at_the_start() {
+        for (case, code, words) in [
+            ("memlock-small.tree", Code::RailRegistration, "To mend it: LimitMEMLOCK=infinity"),
+            ("kernel-handover.tree", Code::RailRegistration, "add kho=off"),
+            ("device-cgroup.tree", Code::RailRegistration, "/dev/infiniband/uverbs1 does not open"),
+            ("twin-not-configured.tree", Code::RailUnfit, "has no address"),
+        ] {
+            let (sampler, _, tasks) = started(case).await;
+            let faults = sampler.faults();
+            assert!(
+                !faults.is_empty() && faults.iter().all(|fault| fault.code == code),
+                "{case}: {faults:?}"
+            );
+            assert!(faults.iter().any(|fault| fault.cause.contains(words)), "{case}: {faults:?}");
+            assert!(faults.iter().all(|fault| !fault.cause.contains(';')), "{case}: {faults:?}");
+            tasks.stop(Duration::from_secs(5)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_sound_box_and_a_plain_one_have_no_faults() {
+        for case in ["healthy.tree", "plain-ethernet.tree"] {
+            let (sampler, _, tasks) = started(case).await;
+            assert_eq!(sampler.faults(), [], "{case}");
+            assert!(!sampler.view().inventory.rails.is_empty());
+            tasks.stop(Duration::from_secs(5)).await;
+        }
+    }
+
+    #[test]
+    fn series_are_counted_by_rail_and_way() {
+        let meter = Meter::new();
+        let metrics = Metrics::new(&meter);
+        let moved = Moved {
+            rdma_in: 5,
+            net_out: 7,
+            errors: [("symbol_error".to_owned(), 2)].into(),
+            ..Moved::default()
+        };
+        metrics.count(&BTreeMap::from([("rail0".to_owned(), moved)]));
+        metrics.show(&[Use {
+            device: "rail0".into(),
+            share_percent: Some(40),
+            silent: true,
+            ..Use::default()
+        }]);
+        for line in [
+            "sparkkv_rail_bytes_total{rail=\"rail0\",way=\"rdma-in\"} 5",
+            "sparkkv_rail_bytes_total{rail=\"rail0\",way=\"net-out\"} 7",
+            "sparkkv_rail_errors_total{counter=\"symbol_error\",rail=\"rail0\"} 2",
+            "sparkkv_rail_share_percent{rail=\"rail0\"} 40",
+            "sparkkv_rail_silent{rail=\"rail0\"} 1",
+        ] {
+            assert!(meter.text().contains(line), "{line}: {}", meter.text());
+        }
+    }
+}

@@ -36,7 +36,7 @@ pub(super) fn judge(case: &Case<'_>, measured: &Measured) -> Vec<Verdict> {
     );
     let alone = &measured.alone;
     found.extend(alone.iter().filter_map(|run| silent_alone(case, measured, run)));
-    found.extend(alone.iter().filter_map(|run| speed(case, run)));
+    found.extend(alone.iter().filter_map(|run| speed(case, measured.wire, run)));
     if let Some(run) = &measured.together {
         found.extend(together(case, measured, run));
     }
@@ -93,24 +93,25 @@ fn unanswered(probe: &Probe) -> Option<Verdict> {
 /// A rail that carries nothing even when it is asked alone.
 fn silent_alone(case: &Case<'_>, measured: &Measured, run: &Run) -> Option<Verdict> {
     let [device] = &run.over[..] else { return None };
-    let silent = |what: String| Verdict::new(Level::Fail, Id::RailSilent, what).on(device);
+    let silent = |id, what: String| Verdict::new(Level::Fail, id, what).on(device);
     if let Some(why) = &run.failed {
         let (cause, fix) = why_silent(case, measured, device);
-        return Some(silent(format!("{device} carries nothing: {why}")).because(cause).fix(fix));
+        let what = format!("{device} carries nothing: {why}");
+        return Some(silent(Id::RailSilent, what).because(cause).fix(fix));
     }
     if run.share(device) >= NOTHING {
         return None;
     }
     let other = run.moved.iter().filter(|(name, _)| *name != device).max_by_key(|(_, moved)| moved.carried());
     let (other, _) = other.filter(|(name, _)| run.share(name) >= WENT)?;
-    let back = run.moved.get(device).is_some_and(|moved| moved.all() > run.bytes / 1000);
-    let verdict = silent(format!("what was sent for {device} came over {other}"));
-    Some(if back {
-        verdict
-            .because(format!("asked on {device}, answered on {other}: the cables are crossed, or the other box routes its answers so"))
+    // What acknowledges a payload is a thousandth of it and more.
+    let asked = run.moved.get(device).is_some_and(|moved| moved.all() > run.bytes / 1000);
+    Some(if asked {
+        silent(Id::CableCrossed, format!("asked on {device}, answered on {other}"))
+            .because("the cables are crossed, or the other box routes its answers over another rail")
             .fix("join the same cages on both boxes; `ip route get ADDRESS` on the other box says which device it answers over")
     } else {
-        verdict
+        silent(Id::RailSilent, format!("what was sent for {device} came over {other}"))
             .because("the kernel routes that address over the other rail: same subnet, or a route that wins")
             .fix(format!("give each rail a subnet of its own; `ip route get ADDRESS` must say {device}"))
     })
@@ -139,7 +140,7 @@ fn why_silent(case: &Case<'_>, measured: &Measured, device: &str) -> (String, St
 }
 
 /// How fast a rail is alone. Only a Spark's ports are known well enough to be called slow.
-fn speed(case: &Case<'_>, run: &Run) -> Option<Verdict> {
+fn speed(case: &Case<'_>, wire: Wire, run: &Run) -> Option<Verdict> {
     let [device] = &run.over[..] else { return None };
     let rail = case.here.rail(device)?;
     if run.failed.is_some() || run.share(device) < NOTHING {
@@ -147,7 +148,8 @@ fn speed(case: &Case<'_>, run: &Run) -> Option<Verdict> {
     }
     let gbit_s = run.gbit_s();
     let by_rdma = run.moved.get(device).is_some_and(|moved| moved.rdma() > moved.net());
-    if !rail.is_spark_port() {
+    // What fell back to TCP is judged as that; its speed says nothing about the card.
+    if !rail.is_spark_port() || (wire == Wire::Rdma && !by_rdma) {
         return Some(described(rail, gbit_s, by_rdma));
     }
     let degraded = DEGRADED_GBIT_S.contains(&gbit_s);
@@ -227,12 +229,12 @@ fn together(case: &Case<'_>, measured: &Measured, run: &Run) -> Vec<Verdict> {
         })
         .collect();
     if silent.is_empty() && run.over.len() > 1 {
-        found.push(sum(case, run));
+        found.push(sum(case, measured, run));
     }
     found
 }
 
-fn sum(case: &Case<'_>, run: &Run) -> Verdict {
+fn sum(case: &Case<'_>, measured: &Measured, run: &Run) -> Verdict {
     let gbit_s = run.gbit_s();
     let parts: Vec<String> = run
         .over
@@ -242,21 +244,24 @@ fn sum(case: &Case<'_>, run: &Run) -> Verdict {
     let parts = parts.join(", ");
     let spark = run.over.iter().all(|device| case.here.rail(device).is_some_and(Rail::is_spark_port));
     let by_rdma = run.moved.values().map(Moved::rdma).sum::<u64>() > run.moved.values().map(Moved::net).sum();
-    if spark && by_rdma && gbit_s < BOTH_GBIT_S {
-        return Verdict::new(
-            Level::Warn,
-            Id::BothSlow,
-            format!("all rails together carry {gbit_s:.1} Gb/s ({parts}); {BOTH_GBIT_S:.0} is the least of a healthy pair"),
-        )
-        .because("each carries, but not as much as alone: MTU, memory that is busy, or one PCIe link that is narrow")
-        .fix("stop what runs and measure again; then look at MTU and PCIe width of both boxes");
+    let slow = spark && by_rdma && gbit_s < BOTH_GBIT_S;
+    // Where the rails are slow one by one, that is said of them, and their sum is no news.
+    let alone: f64 = measured.alone.iter().map(Run::gbit_s).sum();
+    if slow && alone >= BOTH_GBIT_S {
+        let what = format!(
+            "all rails together carry {gbit_s:.1} Gb/s ({parts}); {BOTH_GBIT_S:.0} is the least of a healthy pair"
+        );
+        return Verdict::new(Level::Warn, Id::BothSlow, what)
+            .because("each carries, but not as much as alone: MTU, memory that is busy, or one PCIe link that is narrow")
+            .fix("stop what runs and measure again; then look at MTU and PCIe width of both boxes");
     }
     let count = if run.over.len() == 2 {
         "both rails carry".to_owned()
     } else {
         format!("all {} rails carry", run.over.len())
     };
-    Verdict::new(Level::Ok, Id::Carries, format!("{count}: {gbit_s:.1} Gb/s together ({parts})"))
+    let level = if slow { Level::Note } else { Level::Ok };
+    Verdict::new(level, Id::Carries, format!("{count}: {gbit_s:.1} Gb/s together ({parts})"))
 }
 
 /// Of what the kernel counted on the rails that were asked.

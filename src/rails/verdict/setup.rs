@@ -211,7 +211,7 @@ fn registration(here: &Inventory, pinned: u64) -> Vec<Verdict> {
     }
     found.extend(memlock(here, pinned));
     found.extend(handover(here));
-    for (rail, rdma) in rdma {
+    for (rail, rdma) in rdma.into_iter().filter(|(rail, _)| rail.is_usable()) {
         let Some((path, access)) = &rdma.verbs else {
             // A driver without its verbs part: `modprobe` is the fix, and there is no file to name.
             found.push(
