@@ -59,6 +59,7 @@ fn every_fault_is_told_from_its_recording_and_nothing_else_is() {
             "same-subnet",
             &[(Fail, Id::SameSubnet, one), (Fail, Id::RailSilent, twin), (Note, Id::TcpByChoice, None)],
         ),
+        ("rail-not-used", &[(Warn, Id::RailNotUsed, twin)]),
         (
             "pcie-x2",
             &[

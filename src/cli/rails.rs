@@ -17,7 +17,7 @@ use super::out::{Exit, Out, Tint, Told, say};
 use super::status::clean;
 use crate::engine::provision;
 use crate::rails::measured::Wire;
-use crate::rails::verdict::{Context, Level, Verdict};
+use crate::rails::verdict::{Level, Verdict};
 use crate::rails::{Access, Inventory, Nixl, Rail, Report, Tree, measure};
 use crate::settings::{Loaded, load};
 
@@ -112,10 +112,8 @@ fn node_says(order: &Rails, loaded: &Loaded) -> anyhow::Result<Option<Report>> {
 }
 
 fn alone(order: &Rails, loaded: &Loaded, tree: &Arc<Tree>) -> anyhow::Result<Report> {
-    let settings = &loaded.settings;
-    let data = crate::node::data_addresses(settings);
-    let inventory = Inventory::read(tree, &data);
-    let context = crate::node::rails_context(settings);
+    let context = crate::node::rails_context(&loaded.settings);
+    let inventory = Inventory::read(tree, &context.data);
     let measured = if order.peer.is_empty() || order.look {
         None
     } else {
@@ -127,7 +125,7 @@ fn alone(order: &Rails, loaded: &Loaded, tree: &Arc<Tree>) -> anyhow::Result<Rep
             "no node runs here, so nothing was moved; start one on both boxes, or name the other box with --peer",
         );
     }
-    Ok(Report::of(inventory, Context { gids_at_start: Default::default(), ..context }, measured))
+    Ok(Report::of(inventory, context, measured))
 }
 
 fn screen(report: &Report, out: &mut Out) -> std::io::Result<()> {
@@ -148,8 +146,9 @@ fn screen(report: &Report, out: &mut Out) -> std::io::Result<()> {
         ))?;
     }
     if !report.speeds.is_empty() {
+        let moved = report.measured.iter().flat_map(|m| &m.alone).map(|run| run.bytes).max().unwrap_or(0);
         let with = report.peer.as_deref().map_or(String::new(), |peer| format!(" from {}", clean(peer)));
-        out.line(&out.tint(Tint::Bold, &format!("64 MiB{with}")))?;
+        out.line(&out.tint(Tint::Bold, &format!("{}{with}", super::status::about(moved))))?;
         let width = report.speeds.iter().map(|speed| speed.over.len()).max().unwrap_or(0);
         for speed in &report.speeds {
             let (rdma, tcp) = (speed.rdma_share * 100.0, speed.tcp_share * 100.0);

@@ -12,6 +12,7 @@ mod picture;
 mod rails;
 
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,13 +33,13 @@ use crate::observe::alerts::Alerts;
 use crate::observe::chains::Chains;
 use crate::observe::requests::Ledger;
 use crate::observe::state::NodeFile;
-use crate::rails::{Options as RailOptions, Sampler, Tree};
+use crate::rails::{Sampler, Tree};
 use crate::router::{self, Router, Wire};
 use crate::settings::{Places, Ports, Settings};
 use crate::store::{self, DiskKind, Store};
 use crate::tasks::{Kind, Tasks, log_slow};
 
-pub use rails::{data_addresses, rails_context};
+pub use rails::rails_context;
 
 /// Share of the row area that hits may hold at one time, in percent. The rest is for stores: vLLM needs a free row for
 /// every block that it writes through, and computes nothing less while it waits for one.
@@ -218,10 +219,15 @@ async fn watch_rails(
     tasks: &Tasks,
     meter: &Meter,
 ) -> Sampler {
-    let options = RailOptions { data: data_addresses(settings), context: rails_context(settings) };
-    let cluster = cluster.clone();
-    let moved = move || cluster.moved_bytes();
-    Sampler::start(Tree::machine(), options, moved, clock.clone(), tasks, meter).await
+    let context = rails_context(settings);
+    let (cluster, own) = (cluster.clone(), context.data.clone());
+    // What two nodes on one machine tell each other crosses no cable.
+    let here = move |address: &str| address.parse::<SocketAddr>().is_ok_and(|at| own.contains(&at.ip()));
+    let moved = move || {
+        let at_home = cluster.members().iter().any(|member| here(&member.address));
+        if at_home { 0 } else { cluster.moved_bytes() }
+    };
+    Sampler::start(Tree::machine(), context, moved, clock.clone(), tasks, meter).await
 }
 
 async fn listen(settings: &Settings) -> Result<TcpListener, Error> {
@@ -312,7 +318,7 @@ fn serve(
 fn public_url(parts: &Parts) -> String {
     let (address, port) = (&parts.settings.listen.address, parts.ports.public);
     match address.parse::<std::net::IpAddr>() {
-        Ok(ip) => format!("http://{}", std::net::SocketAddr::new(ip, port)),
+        Ok(ip) => format!("http://{}", SocketAddr::new(ip, port)),
         Err(_) => format!("http://{address}:{port}"),
     }
 }

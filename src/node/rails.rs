@@ -12,7 +12,7 @@ use crate::settings::Settings;
 const GID_VARIABLES: [&str; 2] = ["NCCL_IB_GID_INDEX", "UCX_IB_GID_INDEX"];
 
 /// Addresses of this node that rows travel over, as far as its settings say; an address of loopback leads nowhere.
-pub fn data_addresses(settings: &Settings) -> Vec<IpAddr> {
+fn data_addresses(settings: &Settings) -> Vec<IpAddr> {
     let address = settings.cluster.address.parse::<IpAddr>().ok();
     address.into_iter().filter(|ip| !ip.is_loopback() && !ip.is_unspecified()).collect()
 }
@@ -22,7 +22,12 @@ pub fn rails_context(settings: &Settings) -> Context {
     let engine = &settings.engine;
     let fixed =
         GID_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), engine.env.get(*name)?.clone())));
-    Context { pinned: engine.row_area.0, gids_fixed: fixed.collect(), ..Context::default() }
+    Context {
+        data: data_addresses(settings),
+        pinned: engine.row_area.0,
+        gids_fixed: fixed.collect(),
+        ..Context::default()
+    }
 }
 
 /// Describes this node's rails, and measures them when `transfer` says so.

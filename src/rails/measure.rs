@@ -26,11 +26,21 @@ const SETTLE: Duration = Duration::from_millis(50);
 
 /// Moves bytes to or from the other box.
 pub trait Mover: Send + Sync {
-    /// Moves `bytes` over the rails with these devices and no other, and says in how many seconds.
-    fn run(&self, over: Vec<String>, bytes: u64) -> BoxFuture<'_, Result<f64, String>>;
+    /// Devices of the rails that it can move bytes over.
+    fn rails(&self) -> Vec<String>;
+
+    /// Moves some `bytes` over the rails with these devices: one of them, or all.
+    fn run(&self, over: Vec<String>, bytes: u64) -> BoxFuture<'_, Result<Ran, String>>;
 }
 
-/// Measures the rails of `here` that lead to one of `peers`.
+/// A transfer that ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Ran {
+    pub bytes: u64,
+    pub seconds: f64,
+}
+
+/// Measures the rails of `mover`, and probes those of `here` that lead to one of `peers`.
 pub async fn measure(
     tree: &Arc<Tree>,
     here: &Inventory,
@@ -42,13 +52,7 @@ pub async fn measure(
     let probes = tokio::task::spawn_blocking(move || probe(&inventory, &addresses)).await.unwrap_or_default();
     let mut measured = Measured { wire, probes, ..Measured::default() };
     let Some(mover) = mover else { return measured };
-    let leads = |net: &super::Net| peers.iter().any(|peer| net.holds(*peer));
-    let devices: Vec<String> = here
-        .rails
-        .iter()
-        .filter(|rail| rail.addresses.iter().any(leads))
-        .map(|rail| rail.device.clone())
-        .collect();
+    let devices = mover.rails();
     for device in &devices {
         measured.alone.push(run(tree, here, vec![device.clone()], mover).await);
     }
@@ -68,17 +72,24 @@ async fn run(tree: &Arc<Tree>, here: &Inventory, over: Vec<String>, mover: &dyn 
         let run = Run { over: over.clone(), bytes: AMOUNT, moved, ..Run::default() };
         let late = || Err(format!("not ended after {} s", PATIENCE.as_secs()));
         match ran.unwrap_or_else(|_| late()) {
-            Ok(seconds) => {
-                let run = Run { seconds, ..run };
-                best = Some(match best {
-                    Some(best) if best.seconds <= seconds => best,
-                    _ => run,
-                });
-            }
+            Ok(Ran { bytes, seconds }) => best = Some(faster(best, Run { bytes, seconds, ..run })),
             Err(why) => return Run { failed: Some(why), ..run },
         }
     }
     best.unwrap_or_default()
+}
+
+/// The faster of two, with the errors of both: no error is left out for its transfer being slow.
+fn faster(best: Option<Run>, run: Run) -> Run {
+    let Some(best) = best else { return run };
+    let (mut fast, slow) = if best.seconds <= run.seconds { (best, run) } else { (run, best) };
+    for (device, moved) in slow.moved {
+        let errors = &mut fast.moved.entry(device).or_default().errors;
+        for (name, n) in moved.errors {
+            *errors.entry(name).or_default() += n;
+        }
+    }
+    fast
 }
 
 /// Reading a card's counters asks its firmware, which may take a while.

@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 use super::counters::Moved;
 
 /// Most bytes that one transfer of a measurement moves. Larger buffers have frozen a Spark with a desktop running
-/// (NVIDIA/dgx-spark-playbooks issue 102), and 64 MiB fill two rails of 100 Gb/s for long enough to see their speed.
-pub const AMOUNT: u64 = 64 << 20;
+/// (NVIDIA/dgx-spark-playbooks issue 102), and 60 MiB, which are 63 MB, keep two rails of 100 Gb/s busy for longer than
+/// their connections need to get going.
+pub const AMOUNT: u64 = 60 << 20;
 
 /// What the transfer was to run over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

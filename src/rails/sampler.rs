@@ -26,14 +26,6 @@ const PERIOD: Duration = Duration::from_secs(5);
 /// The inventory is read anew after so many readings: cables and GIDs change seldom.
 const READINGS: u32 = 12;
 
-/// What a node knows of its rails when it starts.
-#[derive(Clone, Debug, Default)]
-pub struct Options {
-    /// Addresses of this node that rows travel over.
-    pub data: Vec<IpAddr>,
-    pub context: Context,
-}
-
 /// What a node says of its rails.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -123,15 +115,15 @@ impl Sampler {
     /// have moved since the node started.
     pub async fn start(
         tree: Tree,
-        options: Options,
+        context: Context,
         transferred: impl Fn() -> u64 + Send + 'static,
         clock: Clock,
         tasks: &Tasks,
         meter: &Meter,
     ) -> Self {
         let (tree, metrics) = (Arc::new(tree), Metrics::new(meter));
-        let inventory = read(&tree, &options.data).await;
-        let context = Context { gids_at_start: inventory.gids(), ..options.context };
+        let inventory = read(&tree, &context.data).await;
+        let context = Context { gids_at_start: inventory.gids(), ..context };
         let unfit = unfit(&inventory, &context);
         for verdict in &unfit {
             let Verdict { what, cause, fix, .. } = verdict;
@@ -140,7 +132,7 @@ impl Sampler {
         let view = View { gids_at_start: inventory.gids(), inventory, ..View::default() };
         let seen = Seen { view, unfit: unfit.iter().map(fault).collect(), ..Seen::default() };
         let sampler = Self(Arc::new(Mutex::new(seen)));
-        let driver = Driver { tree, metrics, data: options.data, context, clock, seen: sampler.clone() };
+        let driver = Driver { tree, metrics, context, clock, seen: sampler.clone() };
         tasks.spawn(Kind::Chore, "rails", driver.run(transferred));
         sampler
     }
@@ -159,7 +151,6 @@ impl Sampler {
 struct Driver {
     tree: Arc<Tree>,
     metrics: Metrics,
-    data: Vec<IpAddr>,
     context: Context,
     clock: Clock,
     seen: Sampler,
@@ -180,7 +171,7 @@ impl Driver {
                 &inventory,
                 sample,
                 transferred(),
-                &carriers(&inventory, &self.data),
+                &carriers(&inventory, &self.context.data),
             );
             self.metrics.count(&moved);
             let uses = watch.uses(&inventory);
@@ -199,7 +190,7 @@ impl Driver {
         if !afresh {
             return self.seen.0.lock().view.inventory.clone();
         }
-        let inventory = read(&self.tree, &self.data).await;
+        let inventory = read(&self.tree, &self.context.data).await;
         let unfit = unfit(&inventory, &self.context).iter().map(fault).collect();
         let mut seen = self.seen.0.lock();
         seen.view.inventory = inventory.clone();
@@ -247,7 +238,7 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/rails").join(case);
         let (tasks, meter) = (Tasks::new(), Meter::new());
         let data = vec![[192, 168, 100, 10].into(), [192, 168, 101, 10].into(), [10, 0, 0, 1].into()];
-        let options = Options { data, context: Context { pinned: 4 << 30, ..Context::default() } };
+        let options = Context { data, pinned: 4 << 30, ..Context::default() };
         let tree = Tree::at(&path).unwrap();
         (Sampler::start(tree, options, || 0, Clock::real(), &tasks, &meter).await, meter, tasks)
     }

@@ -8,6 +8,7 @@ mod measurement;
 mod setup;
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +27,8 @@ pub struct Case<'a> {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Context {
+    /// Addresses of this box that rows travel over. Empty: not set, or not known.
+    pub data: Vec<IpAddr>,
     /// The other box, where it said what it has.
     pub there: Option<Inventory>,
     /// Bytes that are to be registered with the RDMA devices.
@@ -44,6 +47,7 @@ pub enum Id {
     NoRails,
     NoCable,
     TwinNotConfigured,
+    RailNotUsed,
     SameSubnet,
     CableCrossed,
     PcieNarrow,

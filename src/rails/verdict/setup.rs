@@ -27,6 +27,7 @@ pub(super) fn judge(case: &Case<'_>) -> Vec<Verdict> {
     }
     found.extend(cables(rails));
     found.extend(rails.iter().filter_map(|rail| twin(rail, rails)));
+    found.extend(rails.iter().filter_map(|rail| unused(case, rail)));
     found.extend(subnets(rails));
     found.extend(case.context.there.as_ref().and_then(|there| crossed(case.here, there)));
     for rail in rails {
@@ -80,6 +81,24 @@ fn twin(rail: &Rail, rails: &[Rail]) -> Option<Verdict> {
             .on(device)
             .because("each cage hangs on two PCIe links of some 100 Gb/s; half of the cable is not used")
             .fix(format!("give {device} an IPv4 address in a subnet of its own in /etc/netplan/40-cx7.yaml, on both boxes, and the MTU of {twin}; then `netplan apply`"))
+    })
+}
+
+/// A rail that is ready and that rows are not told to use. Only one of RDMA: of other devices nobody knows what they
+/// are for.
+fn unused(case: &Case<'_>, rail: &Rail) -> Option<Verdict> {
+    let data = &case.context.data;
+    let used = rail.addresses.iter().any(|net| data.contains(&net.ip));
+    let address = rail.ipv4()?.ip;
+    (rail.rdma.is_some() && rail.carrier == Some(true) && !data.is_empty() && !used).then(|| {
+        Verdict::new(
+            Level::Warn,
+            Id::RailNotUsed,
+            format!("{} is ready ({address}), and rows do not travel over it", rail.device),
+        )
+        .on(&rail.device)
+        .because("cluster.rails does not name its address")
+        .fix(format!("add \"{address}\" to cluster.rails, and the address at its other end on the other box"))
     })
 }
 
