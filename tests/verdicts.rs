@@ -2,8 +2,10 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests: a test that cannot go on panics")]
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use spark_kv::rails::verdict::{Id, Level};
@@ -205,6 +207,28 @@ impl Boxes {
         Some(boxes)
     }
 
+    /// A node without an engine, with both rails.
+    fn node(&self, ns: &str, host: u8, root: &Path, token: &str) -> Node {
+        let rails = format!("cluster.rails=[\"10.99.0.{host}\",\"10.99.1.{host}\"]");
+        let address = format!("cluster.address=10.99.0.{host}");
+        let mut command = Command::new("ip");
+        command.args([
+            "netns",
+            "exec",
+            ns,
+            env!("CARGO_BIN_EXE_spark-kv"),
+            "up",
+            "--name",
+            &format!("box{host}"),
+        ]);
+        command.arg("--root").arg(root);
+        for set in ["engine.kind=attached", "engine.url=http://127.0.0.1:9", &address, &rails] {
+            command.args(["--set", set]);
+        }
+        let log = File::create(root.join("up.log")).unwrap();
+        Node(command.env("SPARK_KV_JOIN", token).stdout(Stdio::null()).stderr(log).spawn().unwrap())
+    }
+
     fn cable(&self, rail: u8) {
         let device = format!("rail{rail}");
         let made = ip(&[
@@ -229,10 +253,13 @@ impl Boxes {
     }
 
     fn rails(&self, words: &[&str]) -> Value {
-        let root = tempfile::tempdir().unwrap();
+        self.rails_of(tempfile::tempdir().unwrap().path(), words)
+    }
+
+    fn rails_of(&self, root: &Path, words: &[&str]) -> Value {
         let out = Command::new("ip")
             .args(["netns", "exec", &self.one, env!("CARGO_BIN_EXE_spark-kv"), "rails", "--json", "--root"])
-            .arg(root.path())
+            .arg(root)
             .args(words)
             .output()
             .unwrap();
@@ -245,6 +272,34 @@ impl Drop for Boxes {
         ip(&["netns", "del", &self.one]);
         ip(&["netns", "del", &self.other]);
     }
+}
+
+/// `spark-kv up`; ended when dropped, and all that it started with it.
+struct Node(Child);
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let pid = nix::unistd::Pid::from_raw(self.0.id().try_into().unwrap());
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
+        let _ = self.0.wait();
+    }
+}
+
+/// Asks until there is an answer, for a minute at most.
+fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let begin = Instant::now();
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(60), "no {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn ids(report: &Value) -> Vec<(String, String)> {
+    let of = |v: &Value| (v["id"].as_str().unwrap().to_owned(), v["rail"].as_str().unwrap_or("").to_owned());
+    report["verdicts"].as_array().unwrap().iter().map(of).collect()
 }
 
 fn ip(words: &[&str]) -> bool {
@@ -284,4 +339,44 @@ fn a_smaller_mtu_at_the_other_end_and_a_silent_rail_are_seen_with_real_devices()
     let again = Report::recorded(&Tree::at(&file).unwrap()).unwrap();
     let again = serde_json::to_value(&again).unwrap();
     assert_eq!(ids(&again), dead, "a recording says the same");
+}
+
+#[test]
+fn two_nodes_measure_both_rails_and_see_the_one_that_falls_silent() {
+    let Some(boxes) = Boxes::new("skn") else {
+        println!("skipped: this needs root and `ip netns`");
+        return;
+    };
+    let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let _first = boxes.node(&boxes.one, 1, one.path(), "");
+    let token = until("token", || {
+        std::fs::read_to_string(one.path().join("run/invite")).ok().filter(|t| !t.is_empty())
+    });
+    let _second = boxes.node(&boxes.other, 2, other.path(), token.trim());
+    let look = || Some(boxes.rails_of(one.path(), &["--look"])).filter(|report| report["peer"] == "box2");
+    let looked = until("peer", look);
+    assert_eq!((looked["node"].as_str(), &looked["measured"]), (Some("box1"), &Value::Null));
+
+    let well = boxes.rails_of(one.path(), &[]);
+    assert!(ids(&well).iter().all(|(id, _)| id == "carries"), "{well:#}");
+    let over: Vec<&str> =
+        well["speeds"].as_array().unwrap().iter().map(|s| s["over"].as_str().unwrap()).collect();
+    assert_eq!(over, ["rail0", "rail1", "together"]);
+    for run in well["measured"]["alone"].as_array().unwrap() {
+        let (device, bytes) = (run["over"][0].as_str().unwrap(), run["bytes"].as_f64().unwrap());
+        for rail in ["rail0", "rail1"] {
+            let counted = run["moved"][rail]["net_in"].as_f64().unwrap() / bytes;
+            assert!(
+                if rail == device { counted > 0.95 } else { counted < 0.02 },
+                "{rail} of {device}: {run:#}"
+            );
+        }
+    }
+
+    assert!(ip(&["-n", &boxes.other, "addr", "del", "10.99.1.2/24", "dev", "rail1"]));
+    let silent = boxes.rails_of(one.path(), &[]);
+    let found = ids(&silent);
+    assert_eq!(found[0], ("rail-silent".to_owned(), "rail1".to_owned()), "{silent:#}");
+    assert_eq!(silent["verdicts"][0]["level"], "fail");
+    assert!(found.contains(&("carries".to_owned(), "rail0".to_owned())), "{found:?}");
 }
