@@ -226,7 +226,10 @@ impl Boxes {
             command.args(["--set", set]);
         }
         let log = File::create(root.join("up.log")).unwrap();
-        Node(command.env("SPARK_KV_JOIN", token).stdout(Stdio::null()).stderr(log).spawn().unwrap())
+        if !token.is_empty() {
+            command.env("SPARK_KV_JOIN", token);
+        }
+        Node(command.stdout(Stdio::null()).stderr(log).spawn().unwrap())
     }
 
     fn cable(&self, rail: u8) {
