@@ -202,11 +202,10 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
     let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
-    let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
-    serve(&parts, judge, open, listener, meter, orders)?;
     let asked = parts.clone();
     let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
-    serve(&parts, judge, open, listener, meter, desk)?;
+    let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
+    serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
 }
