@@ -201,6 +201,9 @@ impl Boxes {
         if !ip(&["netns", "add", &boxes.one]) || !ip(&["netns", "add", &boxes.other]) {
             return None;
         }
+        for ns in [&boxes.one, &boxes.other] {
+            assert!(ip(&["-n", ns, "link", "set", "lo", "up"]));
+        }
         for rail in 0..2 {
             boxes.cable(rail);
         }
