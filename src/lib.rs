@@ -44,7 +44,7 @@
 //! | faces | [`api`], [`mock`], [`sim`] | HTTP, the engine's socket; an engine without a model; recorded sessions against the store |
 //! | judgement | [`router`] | where a request goes, and the relay that carries it |
 //! | society | [`cluster`], [`observe`] | the other node; what happened and what is wrong |
-//! | mechanisms, blind to each other | [`store`], [`transfer`], [`engine`], [`trace`] | segment log and ring; rails; vLLM's life; recorded sessions |
+//! | mechanisms, blind to each other | [`store`], [`transfer`], [`rails`], [`engine`], [`trace`] | segment log and ring; rows over the wire; what the cables do; vLLM's life; recorded sessions |
 //! | house rules | [`settings`], [`tasks`], [`meter`] | one settings tree; task kinds; metrics |
 //! | ground | [`base`] | identities, frames, shared memory, faults, the clock |
 //!
@@ -71,6 +71,7 @@ pub mod meter;
 pub mod mock;
 pub mod node;
 pub mod observe;
+pub mod rails;
 pub mod router;
 pub mod settings;
 pub mod sim;

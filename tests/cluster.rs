@@ -32,7 +32,7 @@ use tokio::sync::{Notify, watch};
 
 const ROW: u32 = 8192;
 /// A row and its head.
-const ON_WIRE: u64 = ROW as u64 + 110;
+const ON_WIRE: u64 = ROW as u64 + 114;
 const MINUTE: Duration = Duration::from_secs(60);
 
 fn space() -> Space {
@@ -130,7 +130,8 @@ impl Home {
             name: self.name.into(),
             identity: self.identity(),
             control: "127.0.0.1:0".into(),
-            data: "127.0.0.1:0".into(),
+            data: vec!["127.0.0.1:0".into()],
+            rails: Vec::new(),
             seen_as: self.seen_as.clone(),
             join,
             silence: self.silence,
@@ -293,7 +294,7 @@ async fn over_a_cable(tasks: &Tasks) -> (Node, Node, Proxy) {
     let (mut a, b) = (Home::new("a"), Home::new("b"));
     a.seen_as.data = Some(proxy.address.clone());
     let first = a.start(1, None).await;
-    *proxy.to.lock() = first.cluster.data_address().to_owned();
+    *proxy.to.lock() = first.cluster.data_addresses()[0].clone();
     let second = b.start(1, Some(first.cluster.invite())).await;
     first.hold(0..200).await;
     second.learns(|held| held.len() == 200).await;
@@ -588,7 +589,8 @@ async fn after_a_deadline_nothing_is_accepted_and_nothing_is_written() {
     assert_eq!(past, vec![Outcome::Failed; 200]);
     proxy.allow(30 * ON_WIRE + 5000);
     // The cluster's clock began a little before this one, so its deadline is a little sooner.
-    let deadline = clock.now().plus(Duration::from_secs(2));
+    // And it is sooner than a silent cable is given up.
+    let deadline = clock.now().plus(Duration::from_millis(800));
     let outcomes = second.cluster.fetch(&rows, items(0..200), Some(deadline)).await;
     assert_eq!(outcomes[..30], [Outcome::FromPeer; 30]);
     assert_eq!(outcomes[30..], [Outcome::Failed; 170]);
@@ -870,7 +872,8 @@ async fn live_until_killed(folder: PathBuf, generation: u64, token: String) {
         name: "killed".into(),
         identity: folder.join("identity"),
         control: "127.0.0.1:0".into(),
-        data: "127.0.0.1:0".into(),
+        data: vec!["127.0.0.1:0".into()],
+        rails: Vec::new(),
         seen_as: SeenAs::default(),
         join: Some(token),
         silence: Duration::from_secs(2),

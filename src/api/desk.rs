@@ -1,6 +1,6 @@
 //! The operator's desk: what the store of a running node holds, and what an operator does with it.
 //!
-//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop) needs the key that the node leaves for
+//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop, measuring rails) needs the key that the node leaves for
 //! its own user in `run/node.json`, also where the API needs none: a page in a browser on this machine can send
 //! requests to loopback, and clients of the API are not its operators.
 
@@ -16,6 +16,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{Router, get, post};
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use http::{HeaderMap, StatusCode, header};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,7 @@ use tokio::time::Instant;
 use super::Keys;
 use crate::base::block::{BlockHash, GroupId, RowKey, Space};
 use crate::observe::chains::{Chains, PrefixUse};
+use crate::rails::Report;
 use crate::store::{self, Damage, Store, Survey, Verification};
 use crate::tasks::{Kind, Tasks};
 
@@ -55,12 +57,24 @@ pub struct Desk {
     /// One verification at a time: two would halve each other and gain nothing.
     verifying: Arc<Semaphore>,
     tasks: Tasks,
+    rails: Option<MeasureRails>,
+    /// One measurement at a time: two would measure each other.
+    measuring: Arc<Semaphore>,
 }
+
+/// Describes the node's rails, and with `true` moves bytes over them.
+pub type MeasureRails = Arc<dyn Fn(bool) -> BoxFuture<'static, Report> + Send + Sync>;
 
 impl Desk {
     pub fn new(store: Store, chains: Arc<Mutex<Chains>>, key: &str, tasks: Tasks) -> Self {
-        let verifying = Arc::new(Semaphore::new(1));
-        Self { store, chains, key: Keys::only("operator", key), verifying, tasks }
+        let (verifying, measuring) = (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(1)));
+        Self { store, chains, key: Keys::only("operator", key), verifying, tasks, rails: None, measuring }
+    }
+
+    /// Who measures rails when an operator asks.
+    #[must_use]
+    pub fn with_rails(self, rails: MeasureRails) -> Self {
+        Self { rails: Some(rails), ..self }
     }
 
     /// The routes, to be merged with those of [`super::admin`].
@@ -70,6 +84,7 @@ impl Desk {
             .route("/api/v1/store/pin", post(pin))
             .route("/api/v1/store/unpin", post(unpin))
             .route("/api/v1/store/drop", post(drop_rows))
+            .route("/api/v1/rails/measure", post(measure_rails))
             .route_layer(middleware::from_fn_with_state(self.clone(), operators_only));
         Router::new().route("/api/v1/store", get(sheet)).merge(doing).with_state(self)
     }
@@ -162,12 +177,29 @@ async fn operators_only(With(desk): With<Desk>, request: Request, next: Next) ->
     if desk.is_operator(request.headers()) {
         return next.run(request).await;
     }
-    let what = "this needs the key in the node's run/node.json: run `spark-kv store` on its own machine, as its user";
+    let what =
+        "this needs the key in the node's run/node.json: run `spark-kv` on its own machine, as its user";
     refused(StatusCode::FORBIDDEN, what)
 }
 
 fn refused(code: StatusCode, what: &str) -> Response {
     (code, Json(json!({ "error": { "message": what } }))).into_response()
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Measure {
+    transfer: bool,
+}
+
+async fn measure_rails(With(desk): With<Desk>, Json(asked): Json<Measure>) -> Response {
+    let Some(rails) = &desk.rails else {
+        return refused(StatusCode::NOT_FOUND, "this node watches no rails");
+    };
+    let Ok(_seat) = desk.measuring.try_acquire() else {
+        return refused(StatusCode::CONFLICT, "a measurement is running already");
+    };
+    Json(rails(asked.transfer).await).into_response()
 }
 
 /// One line of JSON a second, and a last one with every damage.

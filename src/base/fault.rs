@@ -24,10 +24,14 @@ pub enum Code {
     PeerGone,
     PeerDiffers,
     JoinRefused,
+    RailUnfit,
+    RailRegistration,
+    RailSilent,
+    RailErrors,
 }
 
 impl Code {
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 19] = [
         Self::EngineDown,
         Self::EngineCrashLoop,
         Self::EngineStuck,
@@ -43,6 +47,10 @@ impl Code {
         Self::PeerGone,
         Self::PeerDiffers,
         Self::JoinRefused,
+        Self::RailUnfit,
+        Self::RailRegistration,
+        Self::RailSilent,
+        Self::RailErrors,
     ];
 
     /// What to do, in one sentence.
@@ -84,6 +92,18 @@ impl Code {
             }
             Self::JoinRefused => {
                 "make a new token with `spark-kv up` on the first box: a token works once, for an hour"
+            }
+            Self::RailUnfit => {
+                "the cause says what to change; `spark-kv rails` shows every rail and measures them"
+            }
+            Self::RailRegistration => {
+                "the cause says what to change; until then memory cannot be registered with the RDMA devices, and what needs them fails at its first transfer"
+            }
+            Self::RailSilent => {
+                "run `spark-kv rails`: it measures each rail alone and says why one is silent"
+            }
+            Self::RailErrors => {
+                "make the MTU equal on both ends, then try another cable; `spark-kv rails` measures what it costs"
             }
         }
     }

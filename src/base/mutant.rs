@@ -27,6 +27,8 @@ pub enum Mutant {
     EarlyDone,
     /// A row is written after its job was reported failed.
     LateWrite,
+    /// A rail goes on writing a piece that was given to another one.
+    StaleRail,
     /// Bytes that a group does not cover are stored as found.
     KeepForeignBytes,
     /// Words of another node's earlier life are heard.

@@ -98,6 +98,22 @@ impl Rows {
         self.map.fill(row as usize * self.row_bytes, self.row_bytes, fill)
     }
 
+    /// Lends `length` bytes of a row for writing, from `offset` on. Parts that do not overlap may be lent at once.
+    pub fn fill_part<T>(
+        &self,
+        row: u32,
+        offset: usize,
+        length: usize,
+        fill: impl FnOnce(&mut [u8]) -> T,
+    ) -> T {
+        assert!(row < self.count, "row {row} of {}", self.count);
+        assert!(
+            offset <= self.row_bytes && length <= self.row_bytes - offset,
+            "{offset} + {length} in a row"
+        );
+        self.map.fill(row as usize * self.row_bytes + offset, length, fill)
+    }
+
     /// Zeroes what `group` does not cover: those bytes hold other requests' data, and would make equal rows differ.
     pub fn blank_uncovered(&self, row: u32, group: u32) {
         let covered = &self.covered[group as usize];

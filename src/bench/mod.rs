@@ -9,6 +9,7 @@
 //! that it writes lies in folders of its own, which go in every way that a run can end. Rows hold bytes that no drive
 //! can shrink, no two alike.
 
+mod fabric;
 mod fs;
 mod place;
 mod raw;
@@ -23,6 +24,9 @@ use nix::sys::resource::{UsageWho, getrusage};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
+pub use self::fabric::{
+    FabricOptions, FabricReport, Host, Offer, RailShare, from_peer as fabric_from_peer, here as fabric_here,
+};
 pub use self::fs::python_under;
 use self::place::Place;
 use self::raw::Way;

@@ -32,6 +32,18 @@ static AREAS: AtomicU64 = AtomicU64::new(1);
 /// # Errors
 /// When there is no memory for it.
 pub fn area(count: u32, row_bytes: u32) -> std::io::Result<Arc<Rows>> {
+    Ok(areas(count, row_bytes, [SPACE])?.into_iter().next().expect("one space"))
+}
+
+/// The same memory once per space.
+///
+/// # Errors
+/// When there is no memory for it.
+pub fn areas<const N: usize>(
+    count: u32,
+    row_bytes: u32,
+    spaces: [Space; N],
+) -> std::io::Result<Vec<Arc<Rows>>> {
     let group = Group { kind: GroupKind::FullAttention, tokens_per_row: 16, covered: vec![(0, row_bytes)] };
     let hello = Hello {
         protocol: PROTOCOL,
@@ -52,21 +64,25 @@ pub fn area(count: u32, row_bytes: u32) -> std::io::Result<Arc<Rows>> {
     };
     hello.check().map_err(std::io::Error::other)?;
     let (_, fd) = Mapping::anonymous("bench-rows", count as usize * row_bytes as usize)?;
-    Rows::attach(AreaId(AREAS.fetch_add(1, Ordering::Relaxed)), SPACE, &hello, &fd)
+    let attach = |space| Rows::attach(AreaId(AREAS.fetch_add(1, Ordering::Relaxed)), space, &hello, &fd);
+    spaces.into_iter().map(attach).collect()
 }
 
 /// Fills every row with bytes that no drive can shrink and no other row holds.
 pub fn fill(rows: &Rows) {
     for row in 0..rows.count() {
-        rows.fill(row, |bytes| {
-            let mut state = u64::from(row).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-            for word in bytes.chunks_exact_mut(8) {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                word.copy_from_slice(&state.to_le_bytes());
-            }
-        });
+        rows.fill(row, |bytes| content(row, bytes));
+    }
+}
+
+/// Fills one row.
+pub fn content(row: u32, bytes: &mut [u8]) {
+    let mut state = u64::from(row).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    for word in bytes.chunks_exact_mut(8) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        word.copy_from_slice(&state.to_le_bytes());
     }
 }
 

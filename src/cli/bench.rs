@@ -1,9 +1,11 @@
-//! `bench store`: arguments of the measurement, and its table.
+//! `bench store` and `bench fabric`: arguments of the measurements, and their tables.
 //!
 //! How it goes is told on stderr, the figures stand on stdout. Ctrl-C and SIGTERM end it between two measurements,
 //! with its folders gone.
 
-use std::path::PathBuf;
+use std::io::Read;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use tokio::signal::unix::{SignalKind, signal};
@@ -11,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::out::{Exit, Out, Told, say};
 use crate::base::units::Bytes;
-use crate::bench::{self, Figures, Medium, Report, Spread};
+use crate::bench::{self, FabricOptions, FabricReport, Figures, Host, Medium, Offer, Report, Spread};
 use crate::engine::provision;
 use crate::settings;
 use crate::tasks::{Kind, Tasks};
@@ -20,6 +22,8 @@ use crate::tasks::{Kind, Tasks};
 pub(super) enum Bench {
     /// Measure the store beside what the drive does without it, in one run.
     Store(Store),
+    /// Measure rows from another box beside raw sockets on the same path, in one run. Alone: over loopback.
+    Fabric(Fabric),
     /// One start of a store that was made to be measured; `store` starts it.
     #[command(hide = true)]
     Restart(Restart),
@@ -69,6 +73,58 @@ pub(super) struct Store {
     python: Option<PathBuf>,
 }
 
+#[derive(Debug, Args)]
+pub(super) struct Fabric {
+    /// The figures as JSON.
+    #[arg(long)]
+    json: bool,
+    /// Serve here until interrupted, for `--peer` on another box, which is told what is printed. It holds what opens
+    /// the connections: copy it as a secret. IP or IP:PORT of one end of a rail; can be given again.
+    #[arg(long, value_name = "ADDRESS", value_parser = end, conflicts_with_all = ["peer", "from"])]
+    serve: Vec<SocketAddr>,
+    /// File with what `--serve` printed on the other box.
+    #[arg(long, value_name = "FILE")]
+    peer: Option<PathBuf>,
+    /// This box's end of a rail, to which its connection is pinned. Can be given again. Without it the routing table
+    /// decides.
+    #[arg(long, value_name = "IP", requires = "peer")]
+    from: Vec<IpAddr>,
+    /// Folder on the serving side's drive, for whole fetches. A folder of its own is made in it and removed at the end.
+    #[arg(long, value_name = "DIR", conflicts_with = "peer")]
+    dir: Option<PathBuf>,
+    /// Row size in bytes.
+    #[arg(long, value_name = "BYTES", value_parser = row_bytes, default_value = "17301504", conflicts_with = "peer")]
+    row: u32,
+    /// Bytes that a rail takes at a time.
+    #[arg(long, value_name = "SIZE", value_parser = piece, default_value = "1MiB")]
+    piece: Bytes,
+    /// What one measurement moves.
+    #[arg(long, value_name = "SIZE", value_parser = amount, default_value = "512MiB", conflicts_with = "peer")]
+    amount: Bytes,
+    /// Rounds; figures are medians over them.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000), default_value = "5")]
+    rounds: u32,
+    /// Connections over loopback.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16), default_value = "2")]
+    connections: u32,
+    /// Measure the fabric alone, without raw sockets and drive: for watching rails while cables are pulled.
+    #[arg(long)]
+    only_fabric: bool,
+}
+
+/// One end of a rail, with any port unless one is named.
+fn end(text: &str) -> Result<SocketAddr, String> {
+    let ip = text.parse::<IpAddr>().map(|ip| SocketAddr::new(ip, 0));
+    let end = ip.or_else(|_| text.parse()).map_err(|_| "an IP address, or one with a port".to_owned())?;
+    if end.port() == u16::MAX { Err("the port after it is needed too".to_owned()) } else { Ok(end) }
+}
+
+fn piece(text: &str) -> Result<Bytes, String> {
+    let bytes: Bytes = text.parse().map_err(|e| format!("{e}"))?;
+    let allowed = Bytes::kib(64)..=Bytes::mib(16);
+    if allowed.contains(&bytes) { Ok(bytes) } else { Err("from 64KiB to 16MiB".to_owned()) }
+}
+
 fn amount(text: &str) -> Result<Bytes, String> {
     let bytes: Bytes = text.parse().map_err(|e| format!("{e}"))?;
     let allowed = Bytes::mib(1)..=Bytes::gib(16);
@@ -105,6 +161,21 @@ impl Store {
     }
 }
 
+/// Ends when Ctrl-C or SIGTERM come.
+fn until_signal(tasks: &Tasks) -> anyhow::Result<CancellationToken> {
+    let stop = CancellationToken::new();
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let heard = stop.clone();
+    tasks.spawn(Kind::Chore, "signals", async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        heard.cancel();
+    });
+    Ok(stop)
+}
+
 pub(super) fn store(order: &Store) -> anyhow::Result<Exit> {
     if !order.dir.is_dir() {
         let what = format!("{}: no such folder", order.dir.display());
@@ -113,18 +184,7 @@ pub(super) fn store(order: &Store) -> anyhow::Result<Exit> {
     // A second thread hears the signals while the first one measures.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let report = runtime.block_on(async {
-        let tasks = Tasks::new();
-        let stop = CancellationToken::new();
-        let (mut interrupt, mut terminate) =
-            (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        let heard = stop.clone();
-        tasks.spawn(Kind::Chore, "signals", async move {
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-            }
-            heard.cancel();
-        });
+        let stop = until_signal(&Tasks::new())?;
         let program = std::env::current_exe()?;
         anyhow::Ok(bench::run(&order.options(program), &stop, &say).await?)
     })?;
@@ -136,6 +196,80 @@ pub(super) fn store(order: &Store) -> anyhow::Result<Exit> {
     }
     out.done()?;
     Ok(Exit::Done)
+}
+
+/// Offers are a few hundred bytes.
+const OFFER_MAX: u64 = 64 << 10;
+
+fn read_offer(file: &Path) -> anyhow::Result<Offer> {
+    let told = |what: String| Told { exit: Exit::Usage, what: format!("{}: {what}", file.display()) };
+    let mut text = String::new();
+    let opened = std::fs::File::open(file).map_err(|e| told(e.to_string()))?;
+    opened.take(OFFER_MAX).read_to_string(&mut text).map_err(|e| told(e.to_string()))?;
+    // What it holds is a secret: the message does not quote it.
+    let offer = serde_json::from_str(&text);
+    Ok(offer.map_err(|_| told("not what `spark-kv bench fabric --serve` printed".to_owned()))?)
+}
+
+pub(super) fn fabric(order: &Fabric) -> anyhow::Result<Exit> {
+    let options = FabricOptions {
+        row_bytes: order.row,
+        piece_bytes: usize::try_from(order.piece.0)?,
+        amount: order.amount,
+        rounds: order.rounds as usize,
+        connections: order.connections as usize,
+        folder: order.dir.clone(),
+        only_fabric: order.only_fabric,
+    };
+    let offer = order.peer.as_deref().map(read_offer).transpose()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let mut out = Out::new();
+    let report = runtime.block_on(async {
+        let stop = until_signal(&Tasks::new())?;
+        if !order.serve.is_empty() {
+            let host = Host::start(&options, &order.serve, &say).await?;
+            out.line(&serde_json::to_string(host.offer())?)?;
+            out.done()?;
+            stop.cancelled().await;
+            host.end().await;
+            return Ok(None);
+        }
+        let report = match &offer {
+            Some(offer) => bench::fabric_from_peer(&options, offer, &order.from, &stop, &say).await?,
+            None => bench::fabric_here(&options, &stop, &say).await?,
+        };
+        anyhow::Ok(Some(report))
+    })?;
+    let Some(report) = report else { return Ok(Exit::Done) };
+    if order.json {
+        out.line(&serde_json::to_string(&report)?)?;
+    } else {
+        fabric_table(&report, &mut out)?;
+    }
+    out.done()?;
+    Ok(Exit::Done)
+}
+
+fn fabric_table(report: &FabricReport, out: &mut Out) -> std::io::Result<()> {
+    let seen = &report.seen;
+    let ratio = |of: Option<Spread>| {
+        of.map_or(String::new(), |s| format!("{:.2} ({:.2}..{:.2})", s.median, s.least, s.most))
+    };
+    out.line("            speed       of the slower one below it")?;
+    for (what, speed, of) in [
+        ("whole fetch", seen.fetch, seen.fetch_ratio),
+        ("drive", seen.drive, None),
+        ("fabric", seen.fabric, seen.fabric_ratio),
+        ("raw sockets", seen.raw, None),
+    ] {
+        if let Some(speed) = speed {
+            out.line(format!("{what:11} {:5.0} MB/s  {}", speed.median / 1e6, ratio(of)).trim_end())?;
+        }
+    }
+    for rail in &report.rails {
+        out.line(&format!("rail {}: {:.1} % of all bytes", rail.name, rail.share * 100.0))?;
+    }
+    Ok(())
 }
 
 pub(super) fn restart(order: &Restart) -> anyhow::Result<Exit> {
@@ -189,6 +323,23 @@ fn line(figures: &Figures) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ends_of_rails_and_pieces_are_bounded() {
+        assert_eq!(end("10.0.0.1"), Ok("10.0.0.1:0".parse().unwrap()));
+        assert_eq!(end("[::1]:7"), Ok("[::1]:7".parse().unwrap()));
+        assert!(end("10.0.0.1:65535").is_err() && end("box").is_err());
+        assert!(piece("1MiB").is_ok() && piece("4KiB").is_err() && piece("1GiB").is_err());
+    }
+
+    #[test]
+    fn an_offer_that_is_none_is_refused_without_being_shown() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "{\"ticket\":\"secret\"}").unwrap();
+        let error = read_offer(file.path()).unwrap_err().to_string();
+        assert!(error.contains("--serve") && !error.contains("secret"), "{error}");
+        assert!(read_offer(Path::new("/nonexistent/offer")).is_err());
+    }
 
     #[test]
     fn sizes_are_whole_pages_and_bounded() {

@@ -8,6 +8,7 @@ mod bench;
 mod cluster;
 mod config;
 mod out;
+mod rails;
 mod run;
 mod sim;
 mod status;
@@ -43,6 +44,8 @@ enum Verb {
     Up(Start),
     /// Show how the running node and its peer are, on one screen.
     Status(Status),
+    /// Show each rail between the boxes, measure it alone and all together, and say what is wrong.
+    Rails(rails::Rails),
     /// Look at the rows on the drive, verify, pin or drop them.
     #[command(subcommand)]
     Store(store::Verb),
@@ -295,8 +298,10 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Guard(Words { words }) => run::guard(&words),
         Verb::MockEngine(Words { words }) => run::mock_engine(words),
         Verb::Bench(bench::Bench::Store(order)) => bench::store(&order),
+        Verb::Bench(bench::Bench::Fabric(order)) => bench::fabric(&order),
         Verb::Bench(bench::Bench::Restart(order)) => bench::restart(&order),
         Verb::Status(status) => status::show(&status),
+        Verb::Rails(order) => rails::show(&order),
         Verb::Trace(Trace::Info(order)) => trace::info(&order),
         Verb::Sim(order) => sim::play(order),
         Verb::Store(verb) => store::run(verb),

@@ -114,6 +114,9 @@ fn node(view: &NodeView, peer: Option<&PeerView>, now: u64, out: &mut Out) -> st
     for tier in &view.tiers {
         out.line(&format!("  {:8} {}", clean(&tier.name), tier_words(tier)))?;
     }
+    if let Some(line) = rail_words(&view.rails) {
+        out.line(&format!("  {:8} {line}", "rails"))?;
+    }
     Ok(())
 }
 
@@ -123,6 +126,18 @@ fn broken_words(broken: &BTreeMap<String, u64>) -> Option<String> {
     let all: u64 = reasons.iter().map(|(_, rows)| **rows).sum();
     let each: Vec<_> = reasons.iter().map(|(reason, rows)| format!("{} {rows}", clean(reason))).collect();
     (all > 0).then(|| format!("! {all} rows were promised and did not come: {}", each.join(", ")))
+}
+
+/// What each rail carried in the last minute. None: the box has none, or does not say.
+fn rail_words(rails: &crate::rails::View) -> Option<String> {
+    let words = |of: &crate::rails::Use| {
+        let share = of
+            .share_percent
+            .map_or("idle".to_owned(), |share| format!("{share} %, {}/s", about(of.bytes_per_s)));
+        format!("{} {share}{}", clean(&of.device), if of.silent { " ! silent" } else { "" })
+    };
+    let each: Vec<String> = rails.uses.iter().map(words).collect();
+    (!each.is_empty()).then(|| each.join("; "))
 }
 
 fn peer_words(peer: &PeerView, now: u64, out: &Out) -> String {

@@ -26,7 +26,7 @@ mod sim;
 mod tests;
 
 use std::io;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::pin::Pin as Pinned;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ use crate::base::units::Bytes;
 use crate::meter::Meter;
 use crate::store::Store;
 use crate::tasks::{Kind, Tasks};
-use crate::transfer::{Fabric, Server};
+use crate::transfer::{Fabric, Fetcher, Server};
 use identity::{Identity, Pin};
 use proto::{Hello, MAX_NOTE, Message, Word};
 use state::{Parts, Shared};
@@ -72,8 +72,10 @@ pub struct Options {
     pub identity: PathBuf,
     /// Address and port for control between nodes.
     pub control: String,
-    /// Address and port for rows.
-    pub data: String,
+    /// Addresses and ports for rows: one, or one per rail.
+    pub data: Vec<String>,
+    /// Addresses of this node's ends of the rails; each connection for rows is pinned to one. Empty: not pinned.
+    pub rails: Vec<IpAddr>,
     /// Where others reach the two, when that is not where they listen (containers, forwarded ports).
     pub seen_as: SeenAs,
     /// Token of a node to join. Of no effect when that node is known already, and knows this one.
@@ -138,9 +140,9 @@ struct Inner {
     name: String,
     generation: u64,
     control: String,
-    data: String,
+    data: Vec<String>,
     control_listener: String,
-    data_listener: String,
+    data_listeners: Vec<String>,
     /// Secrets that were given out.
     invites: Mutex<Invites>,
     /// Held while the file of known nodes is written.
@@ -171,9 +173,15 @@ impl Cluster {
         };
         let control = failed("control", &options.control);
         let control_listener = TcpListener::bind(&options.control).await.map_err(control)?;
-        let fabric = Fabric::Tcp;
-        let data = failed("rows", &options.data);
-        let data_listener = fabric.listen(&options.data).await.map_err(data)?;
+        let failed_rails = failed("rows", &options.data.join(", "));
+        let fabric = Fabric::tcp(&options.rails).map_err(failed_rails)?;
+        let mut data_listeners = Vec::new();
+        let mut data_at = Vec::new();
+        for address in &options.data {
+            let listener = fabric.listen(address).await.map_err(failed("rows", address))?;
+            data_at.push(listener.address().map_err(failed("rows", address))?);
+            data_listeners.push(listener);
+        }
         let known = pins.iter().map(|pin| pin.fingerprint).collect::<Vec<_>>();
         let parts = Parts {
             me: identity.fingerprint,
@@ -189,7 +197,6 @@ impl Cluster {
         };
         let control_at = control_listener.local_addr().map(|a| a.to_string());
         let control_at = listens(control_at, "control", &options.control)?;
-        let data_at = listens(data_listener.address(), "rows", &options.data)?;
         let (relays_in, relays_out) = mpsc::channel(RELAYS);
         let inner = Arc::new(Inner {
             server_tls: tls::server(&identity)?,
@@ -200,9 +207,9 @@ impl Cluster {
             name: options.name,
             generation: options.generation,
             control: options.seen_as.control.unwrap_or_else(|| control_at.clone()),
-            data: options.seen_as.data.unwrap_or_else(|| data_at.clone()),
+            data: options.seen_as.data.map_or_else(|| data_at.clone(), |seen| vec![seen]),
             control_listener: control_at,
-            data_listener: data_at,
+            data_listeners: data_at,
             invites: Mutex::default(),
             pin_file: tokio::sync::Mutex::default(),
             relays_in,
@@ -215,8 +222,11 @@ impl Cluster {
             options.serve_memory,
             options.silence,
             inner.shared.transfer.clone(),
+            tasks,
         );
-        tasks.spawn(Kind::Owner, "data listener", server.run(data_listener, tasks.clone()));
+        for listener in data_listeners {
+            tasks.spawn(Kind::Owner, "data listener", server.clone().run(listener));
+        }
         tasks.spawn(Kind::Owner, "control listener", link::accept(inner.clone(), control_listener));
         tasks.spawn(Kind::Serving, "copies", copy::run(inner.clone()));
         for of in known {
@@ -304,6 +314,11 @@ impl Cluster {
         self.0.shared.set_note(text);
     }
 
+    /// Bytes of rows that were received and sent since the start.
+    pub fn moved_bytes(&self) -> u64 {
+        self.0.shared.transfer.moved_bytes()
+    }
+
     pub fn faults(&self) -> Vec<Fault> {
         self.0.shared.faults()
     }
@@ -329,9 +344,14 @@ impl Cluster {
         &self.0.control_listener
     }
 
-    /// Where rows are served, on this machine.
-    pub fn data_address(&self) -> &str {
-        &self.0.data_listener
+    /// Where rows are served, on this machine: one address, or one per rail.
+    pub fn data_addresses(&self) -> &[String] {
+        &self.0.data_listeners
+    }
+
+    /// The rails to each node that is connected, by its name.
+    pub fn rails(&self) -> Vec<(String, Fetcher)> {
+        self.0.shared.fetchers()
     }
 
     /// This node's fingerprint, in hex.
@@ -367,7 +387,7 @@ impl Inner {
             generation: self.generation,
             name: self.name.clone(),
             control: self.control.clone(),
-            data: vec![self.data.clone()],
+            data: self.data.clone(),
             secret,
         }
     }

@@ -314,6 +314,13 @@ impl Shared {
         look(&self.state.lock().peers[&of].peer)
     }
 
+    /// The rails to each node that is connected, by its name.
+    pub fn fetchers(&self) -> Vec<(String, Fetcher)> {
+        let state = self.state.lock();
+        let open = |e: &Entry| Some((e.pin.name.clone(), e.fetcher.as_ref()?.1.clone()));
+        state.peers.values().filter_map(open).collect()
+    }
+
     pub fn members(&self) -> Vec<Member> {
         self.state.lock().peers.values().map(Entry::member).collect()
     }

@@ -36,7 +36,8 @@ impl Node {
             name: "a".into(),
             identity: folder.path().join("identity"),
             control: "127.0.0.1:0".into(),
-            data: "127.0.0.1:0".into(),
+            data: vec!["127.0.0.1:0".into()],
+            rails: Vec::new(),
             seen_as: SeenAs::default(),
             join: None,
             silence: Duration::from_secs(60),
@@ -193,7 +194,7 @@ async fn oversized_and_senseless_frames_end_the_connection() {
 async fn a_data_connection_without_a_ticket_of_a_live_session_gets_no_byte() {
     let node = Node::start().await;
     for ticket in [Ticket([0; 32]), Ticket([7; 32])] {
-        let mut stream = TcpStream::connect(node.cluster.data_address()).await.unwrap();
+        let mut stream = TcpStream::connect(&node.cluster.data_addresses()[0]).await.unwrap();
         let mut preamble = b"SKVD\x01\x00".to_vec();
         preamble.extend(ticket.0);
         stream.write_all(&preamble).await.unwrap();

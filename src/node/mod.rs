@@ -9,8 +9,10 @@ mod gate;
 mod invite;
 mod pace;
 mod picture;
+mod rails;
 
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,10 +33,13 @@ use crate::observe::alerts::Alerts;
 use crate::observe::chains::Chains;
 use crate::observe::requests::Ledger;
 use crate::observe::state::NodeFile;
+use crate::rails::{Sampler, Tree};
 use crate::router::{self, Router, Wire};
 use crate::settings::{Places, Ports, Settings};
 use crate::store::{self, DiskKind, Store};
 use crate::tasks::{Kind, Tasks, log_slow};
+
+pub use rails::rails_context;
 
 /// Share of the row area that hits may hold at one time, in percent. The rest is for stores: vLLM needs a free row for
 /// every block that it writes through, and computes nothing less while it waits for one.
@@ -77,6 +82,7 @@ struct Parts {
     tasks: Tasks,
     store: Store,
     cluster: Cluster,
+    rails: Sampler,
     door: local::Door,
     router: Router,
     engine: tokio::sync::watch::Receiver<engine::View>,
@@ -117,7 +123,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
             name: settings.node.name.clone(),
             identity: places.identity(),
             control: format!("{}:{}", settings.cluster.address, ports.control),
-            data: format!("{}:{}", settings.cluster.address, ports.data),
+            data: settings.cluster.data_addresses(ports.data),
+            rails: settings.cluster.rails.clone(),
             seen_as: cluster::SeenAs::default(),
             join: Some(settings.cluster.join.clone()).filter(|token| !token.is_empty()),
             silence: Duration::from_secs(settings.cluster.silence_s.into()),
@@ -136,6 +143,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         &meter,
     )
     .await?;
+    let rails = watch_rails(&settings, &cluster, &clock, &tasks, &meter).await;
     let view = engine::watch_view(places.engine_view(), &tasks);
     let door = local::Door::start(
         places.engine_socket(),
@@ -183,6 +191,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         tasks: tasks.clone(),
         store,
         cluster,
+        rails,
         door,
         router: router.clone(),
         engine: view,
@@ -193,10 +202,31 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
     let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
+    let asked = parts.clone();
+    let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
     let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
     serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
+}
+
+/// Finds at the start what would fail at the first transfer, and watches from then on.
+async fn watch_rails(
+    settings: &Settings,
+    cluster: &Cluster,
+    clock: &Clock,
+    tasks: &Tasks,
+    meter: &Meter,
+) -> Sampler {
+    let context = rails_context(settings);
+    let (cluster, own) = (cluster.clone(), context.data.clone());
+    // What two nodes on one machine tell each other crosses no cable.
+    let here = move |address: &str| address.parse::<SocketAddr>().is_ok_and(|at| own.contains(&at.ip()));
+    let moved = move || {
+        let at_home = cluster.members().iter().any(|member| here(&member.address));
+        if at_home { 0 } else { cluster.moved_bytes() }
+    };
+    Sampler::start(Tree::machine(), context, moved, clock.clone(), tasks, meter).await
 }
 
 async fn listen(settings: &Settings) -> Result<TcpListener, Error> {
@@ -287,7 +317,7 @@ fn serve(
 fn public_url(parts: &Parts) -> String {
     let (address, port) = (&parts.settings.listen.address, parts.ports.public);
     match address.parse::<std::net::IpAddr>() {
-        Ok(ip) => format!("http://{}", std::net::SocketAddr::new(ip, port)),
+        Ok(ip) => format!("http://{}", SocketAddr::new(ip, port)),
         Err(_) => format!("http://{address}:{port}"),
     }
 }

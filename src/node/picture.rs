@@ -232,6 +232,7 @@ fn faults(parts: &Parts, beat: &Beat) -> Vec<Fault> {
     faults.extend(parts.store.faults());
     faults.extend(parts.door.faults());
     faults.extend(parts.cluster.faults());
+    faults.extend(parts.rails.faults());
     if beat.silent > SILENCE {
         let (running, seconds) = (beat.pulse.running, beat.silent.as_secs());
         faults.push(Fault::new(
@@ -282,6 +283,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
         totals,
         health,
         alerts,
+        rails: parts.rails.view(),
         requests,
     }
 }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::alerts::Alert;
 use super::health::Health;
 use super::requests::{Request, Totals};
+use crate::rails;
 
 /// Requests in the state, of both boxes together.
 pub const REQUESTS: usize = 50;
@@ -79,6 +80,7 @@ pub struct NodeView {
     pub totals: Totals,
     pub health: Health,
     pub alerts: Vec<Alert>,
+    pub rails: rails::View,
     /// The newest first. In a note: those that the peer's page shows.
     pub requests: Vec<Request>,
 }

@@ -13,6 +13,9 @@ use crate::base::units::Bytes;
 /// A key and what is wrong with its value.
 pub(super) type Finding = (&'static str, String);
 
+/// Rails of one node: two cables with two functions each, and as many again.
+const RAILS: usize = 8;
+
 /// Shown in place of a secret.
 const HIDDEN: &str = "(hidden)";
 
@@ -167,6 +170,19 @@ fn cluster(settings: &Settings, found: &mut Vec<Finding>) {
             "not a join token: one begins with `spark1-` (the value is not shown)".into(),
         ));
     }
+    let rails = &cluster.rails;
+    if rails.len() > RAILS {
+        found.push(("cluster.rails", format!("{} addresses, at most {RAILS}", rails.len())));
+    }
+    if let Some(twice) = rails.iter().enumerate().find(|(n, rail)| rails[..*n].contains(rail)) {
+        found.push((
+            "cluster.rails",
+            format!("{} is there twice: each rail has an address of its own", twice.1),
+        ));
+    }
+    if let Some(any) = rails.iter().find(|rail| rail.is_unspecified() || rail.is_multicast()) {
+        found.push(("cluster.rails", format!("{any} is no address of a device")));
+    }
     between("cluster.silence_s", cluster.silence_s, 1, 3_600, found);
     at_least("cluster.serve_memory", cluster.serve_memory, Bytes::mib(1), found);
     at_least("cluster.copy_rate", cluster.copy_rate, Bytes::mib(1), found);
@@ -243,6 +259,34 @@ mod tests {
     #[test]
     fn the_defaults_are_possible() {
         assert_eq!(impossible(&Settings::default()), []);
+    }
+
+    #[test]
+    fn rails_are_addresses_of_devices_each_once() {
+        let with = |rails: &[&str]| {
+            let mut settings = Settings::default();
+            settings.cluster.rails = rails.iter().map(|rail| rail.parse().unwrap()).collect();
+            impossible(&settings).into_iter().map(|(key, what)| format!("{key}: {what}")).collect::<Vec<_>>()
+        };
+        assert!(with(&["10.77.0.1", "10.77.1.1"]).is_empty());
+        for (rails, says) in [
+            (&["10.77.0.1", "10.77.0.1"][..], "twice"),
+            (&["0.0.0.0"], "no address"),
+            (
+                &[
+                    "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5", "10.0.0.6", "10.0.0.7",
+                    "10.0.0.8", "::1",
+                ],
+                "at most",
+            ),
+        ] {
+            let found = with(rails);
+            assert!(found.len() == 1 && found[0].contains(says), "{rails:?}: {found:?}");
+        }
+        let mut settings = Settings::default();
+        assert_eq!(settings.cluster.data_addresses(7), ["127.0.0.1:7"]);
+        settings.cluster.rails = vec!["10.77.0.1".parse().unwrap(), "fd00::1".parse().unwrap()];
+        assert_eq!(settings.cluster.data_addresses(7), ["10.77.0.1:7", "[fd00::1]:7"]);
     }
 
     #[test]

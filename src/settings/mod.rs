@@ -8,6 +8,7 @@ mod load;
 pub use load::{Error, Flag, Inputs, Leaf, Loaded, Origin, Problem, Shown, load, merge};
 
 use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -138,11 +139,15 @@ pub struct Store {
 pub struct Cluster {
     /// Address that control and data between nodes listen on. Default 127.0.0.1.
     pub address: String,
+    /// Addresses of this node's ends of the cables to the other one, one per cable function. Rows travel over all of
+    /// them at once, each connection pinned to its own device; ends of two nodes are paired by subnet, else by order.
+    /// Empty: rows use `address`, as the routing table says. Default empty.
+    pub rails: Vec<IpAddr>,
     /// Token of a node to join, once. Later starts rejoin by the pinned key.
     pub join: String,
     /// Seconds without a word until a peer counts as gone. Default 3.
     pub silence_s: u32,
-    /// Bytes of rows read for peers at one time. Default 64 MiB.
+    /// Bytes of rows read for peers at one time. Default 256 MiB: what drive and wire have under way at 10 GB/s, thrice.
     pub serve_memory: Bytes,
     /// Copy rows that requests on both nodes use, while no load is under way. Default true.
     pub copy: bool,
@@ -238,14 +243,26 @@ impl Default for Cluster {
     fn default() -> Self {
         Self {
             address: "127.0.0.1".into(),
+            rails: Vec::new(),
             join: String::new(),
             silence_s: 3,
-            serve_memory: Bytes::mib(64),
+            serve_memory: Bytes::mib(256),
             copy: true,
             take_over: true,
             copy_rate: Bytes::mib(128),
             copy_share: 25,
         }
+    }
+}
+
+impl Cluster {
+    /// Where rows are served: at each rail's address, or at the one for everything.
+    pub fn data_addresses(&self, port: u16) -> Vec<String> {
+        let at = |ip: &IpAddr| SocketAddr::new(*ip, port).to_string();
+        if self.rails.is_empty() {
+            return vec![format!("{}:{port}", self.address)];
+        }
+        self.rails.iter().map(at).collect()
     }
 }
 

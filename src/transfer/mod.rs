@@ -1,17 +1,25 @@
 //! Rows of another node, read straight into this node's rows.
 //!
-//! One side serves: whoever shows a ticket of a live control session may ask for rows, and gets them in the order
-//! asked ([`Server`]). The other side fetches: a [`Fetcher`] keeps one connection (a rail) per data address of its
-//! peer, and each rail takes the next few rows of whatever is to be fetched when it is free, so all are used, a slow
-//! one carries less and a dead one nothing. A payload goes from the socket into the row that the engine reads.
+//! One side serves: whoever shows a ticket of a live control session may ask for rows ([`Server`]). The other side
+//! fetches: a [`Fetcher`] keeps one connection (a rail) per pair of ends ([`path`]), and cuts what is to be fetched
+//! into pieces that the rails pull, each as fast as it is ([`share`]): a large row uses all of them at once, a slow
+//! rail carries less and a dead one nothing. A payload goes from the socket into the row that the engine reads. On
+//! the serving side each row is read once and lies in the [`pantry`] until its pieces are gone.
 //!
 //! Nothing is accepted without its checksum, nothing is written once the fetch has returned ([`piece`]), and no
 //! failure is an error: a row that does not come is a miss. Connections are not encrypted; the ticket is.
 
+#[cfg(test)]
+mod conform;
 mod fabric;
+mod pantry;
+mod path;
 mod piece;
+mod pool;
+mod probe;
 mod rail;
 mod serve;
+mod share;
 mod wire;
 
 use bytes::Bytes;
@@ -19,7 +27,10 @@ use futures_util::future::BoxFuture;
 use prometheus::{IntCounter, IntCounterVec, IntGauge};
 
 pub use fabric::{Fabric, Listener, MemNet, Stream};
-pub use rail::Fetcher;
+pub use path::{Local, Path};
+pub use pool::{PIECE_BYTES, RailStatus};
+pub use probe::{Carried, PROBE_MOST, Probe, Way, probe};
+pub use rail::{Fetcher, Options};
 pub use serve::{Server, Tickets};
 pub use wire::{TICKET, Ticket, put_space, same_secret, take_space};
 
@@ -80,6 +91,9 @@ pub struct Metrics {
     missing_rows: IntCounter,
     refused: IntCounter,
     rails: IntGauge,
+    rail_bytes: IntCounterVec,
+    rail_errors: IntCounterVec,
+    rail_reconnects: IntCounterVec,
 }
 
 impl Metrics {
@@ -109,7 +123,27 @@ impl Metrics {
                 "Data connections closed because their ticket or their requests were not in order.",
             ),
             rails: meter.gauge("transfer_rails", "Data connections to other nodes that are up."),
+            rail_bytes: meter.counters(
+                "transfer_rail_received_bytes_total",
+                "Bytes of rows received from other nodes, by the device of the rail.",
+                &["rail"],
+            ),
+            rail_errors: meter.counters(
+                "transfer_rail_errors_total",
+                "Data connections that ended by themselves or could not be opened, by the device of the rail.",
+                &["rail"],
+            ),
+            rail_reconnects: meter.counters(
+                "transfer_rail_reconnects_total",
+                "Data connections that were opened again, by the device of the rail.",
+                &["rail"],
+            ),
         }
+    }
+
+    /// Bytes of rows that were received and sent since the start.
+    pub fn moved_bytes(&self) -> u64 {
+        self.received_bytes.get() + self.sent_bytes.get()
     }
 
     fn failed(&self, reason: Reason, rows: usize) {

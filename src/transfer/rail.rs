@@ -1,9 +1,10 @@
 //! The fetching side: rails that pull pieces, and what each rail does with the bytes that come.
 //!
-//! A rail owns its connection. It keeps a few pieces in flight, so that the server always has something to send,
-//! and reads each payload into its row in the pieces in which the socket has it. A row whose gate was closed
-//! meanwhile is read to nowhere: the connection stays usable for the other fetches that share it. A rail that sees
-//! no progress for `patience` gives its connection up, and everything in flight on it is failed at once.
+//! A rail owns its connection. It keeps as many pieces in flight as the line gives it ([`super::share`]), and reads
+//! each payload into its row in the portions in which the socket has it. A piece whose gate was closed meanwhile, or
+//! that another rail has taken over, is read to nowhere: the connection stays usable for the other fetches that share
+//! it. The serving side says at least every [`wire::BEAT`] that it is there; a rail that hears nothing for [`SILENCE`]
+//! gives its connection up, what flew on it goes to the other rails, and it dials again.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,15 +13,15 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
-use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::piece::{Piece, Pieces, Taken};
-use super::wire::{self, HEAD, Head, MAX_REQUEST_ROWS, Request, RowHead, Ticket};
-use super::{Fabric, Metrics, Reason, Stream};
+use super::piece::{Ended, Fetch, Piece, Taken};
+use super::pool::{PIECE_BYTES, Pool, RailStatus};
+use super::probe::{self, Probe, Way};
+use super::wire::{self, Ask, HEAD, Head, Ticket, Want};
+use super::{Fabric, Metrics, Path, Reason, Stream};
 use crate::base::block::RowItem;
 use crate::base::checksum::crc64;
 use crate::base::frame::Outcome;
@@ -28,50 +29,46 @@ use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
 use crate::tasks::{Kind, Tasks};
 
-/// Bytes of one piece: small enough that two rails end together, large enough that a request per piece is nothing.
-const PIECE_BYTES: usize = 4 << 20;
+/// Longest time without a byte while the serving side owes an answer: ten of its beats. A lost packet is sent again
+/// after 0.2, 0.4 and 0.8 seconds, so two losses in a row are survived.
+const SILENCE: Duration = Duration::from_secs(1);
 
-/// Pieces in flight on one rail. Four of 4 MiB cover the delay of a drive and of a 200 Gb/s link.
-const PIECES_AHEAD: usize = 4;
+/// How often a rail without work looks whether it has to help another one.
+const HELP: Duration = Duration::from_millis(20);
 
-/// Pieces that wait for a rail, over all fetches; a fetch beyond is failed at once. Each is at least one row, and
-/// no row area has more rows than this in flight.
-const PIECES_WAITING: usize = 1 << 16;
-
-/// Bytes taken for nothing at a time, for rows that nobody waits for any more.
+/// Bytes taken for nothing at a time, for pieces that nobody waits for any more.
 const SCRATCH: usize = 64 << 10;
 
-/// Time to open a connection on a local network.
-const CONNECT_WAIT: Duration = Duration::from_secs(2);
+/// A row up to this size is verified by the rail itself, from the processor's cache; a larger one beside it.
+const VERIFY_HERE: usize = 256 << 10;
 
-const BACKOFF_FIRST: Duration = Duration::from_millis(250);
-const BACKOFF_LAST: Duration = Duration::from_secs(5);
+/// Time to open a connection on a local network: one lost packet is sent again after a second.
+const CONNECT_WAIT: Duration = Duration::from_millis(1_200);
+
+const BACKOFF_FIRST: Duration = Duration::from_millis(100);
+const BACKOFF_LAST: Duration = Duration::from_secs(1);
+
+/// How rows are fetched.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Longest time without an answer of the peer, even when it is alive.
+    pub patience: Duration,
+    pub piece_bytes: usize,
+}
 
 /// Fetches rows from one peer in one of its generations. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Fetcher {
-    queue: Arc<Queue>,
+    pool: Arc<Pool>,
+    paths: Arc<[Path]>,
+    fabric: Fabric,
+    ticket: Ticket,
     metrics: Metrics,
     closed: CancellationToken,
 }
 
-/// Pieces that wait for a rail.
-#[derive(Debug)]
-struct Queue {
-    /// Guards the list and the count of rails; never held while anything else is done.
-    waiting: Mutex<Waiting>,
-    more: Notify,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    pieces: VecDeque<Arc<Piece>>,
-    /// Rails that are up or on their way up. With none, pieces are failed instead of kept.
-    hopeful: usize,
-}
-
 impl Fetcher {
-    /// Opens a rail to each of `addresses` and keeps it open until [`Fetcher::close`].
+    /// Opens a rail along each path to `addresses` and keeps it open until [`Fetcher::close`].
     pub fn start(
         fabric: &Fabric,
         addresses: &[String],
@@ -80,22 +77,34 @@ impl Fetcher {
         metrics: &Metrics,
         tasks: &Tasks,
     ) -> Self {
-        let waiting = Mutex::new(Waiting { pieces: VecDeque::new(), hopeful: addresses.len() });
-        let queue = Arc::new(Queue { waiting, more: Notify::new() });
+        let options = Options { patience, piece_bytes: PIECE_BYTES };
+        Self::along(fabric, fabric.paths(addresses), ticket, options, metrics, tasks)
+    }
+
+    /// As [`Fetcher::start`], along these paths.
+    pub fn along(
+        fabric: &Fabric,
+        paths: Vec<Path>,
+        ticket: Ticket,
+        options: Options,
+        metrics: &Metrics,
+        tasks: &Tasks,
+    ) -> Self {
+        let pool = Arc::new(Pool::new(paths.clone(), options.piece_bytes, metrics));
         let closed = tasks.stopping().child_token();
-        for address in addresses {
+        for number in 0..paths.len() {
             let rail = Rail {
                 fabric: fabric.clone(),
-                address: address.clone(),
+                number,
                 ticket,
-                patience,
-                queue: queue.clone(),
+                patience: options.patience,
+                pool: pool.clone(),
                 metrics: metrics.clone(),
             };
             let closed = closed.clone();
             tasks.spawn(Kind::Serving, "rail", async move { rail.run(&closed).await });
         }
-        Self { queue, metrics: metrics.clone(), closed }
+        Self { pool, paths: paths.into(), fabric: fabric.clone(), ticket, metrics: metrics.clone(), closed }
     }
 
     /// Ends all rails; everything that is being fetched is failed at once.
@@ -103,17 +112,38 @@ impl Fetcher {
         self.closed.cancel();
     }
 
+    /// How each rail is, in the order of the paths.
+    pub fn rails(&self) -> Vec<RailStatus> {
+        self.pool.rails()
+    }
+
+    /// Moves `bytes` of no meaning over connections of their own, along one rail (by its place in
+    /// [`Fetcher::rails`]) or along all at once: what the cables carry, to be compared with the kernel's counters.
+    ///
+    /// # Errors
+    /// When there is no such rail, or a connection fails.
+    pub async fn probe(&self, rail: Option<usize>, way: Way, bytes: u64) -> io::Result<Probe> {
+        let paths = match rail {
+            None => &self.paths[..],
+            Some(rail) => self.paths.get(rail..=rail).ok_or(io::ErrorKind::NotFound)?,
+        };
+        probe::probe(&self.fabric, paths, self.ticket, way, bytes).await
+    }
+
     /// Fetches `items` into their rows, in their order. After `deadline` nothing more is accepted. When this ends,
-    /// or is dropped, nothing of it touches the rows any more.
+    /// or is dropped, nothing of it touches the rows any more, and the peer is told that nobody waits.
     pub async fn fetch(
         &self,
         rows: &Arc<Rows>,
         items: &[RowItem],
         deadline: Option<Instant>,
     ) -> Vec<Outcome> {
-        let per_piece = (PIECE_BYTES / rows.row_bytes().max(1)).clamp(1, MAX_REQUEST_ROWS);
-        let pieces = Pieces::cut(rows, items, per_piece);
-        self.queue.push(&pieces, &self.metrics);
+        if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            self.metrics.failed(Reason::Deadline, items.len());
+            return vec![Outcome::Failed; items.len()];
+        }
+        let waits = Waits { fetch: self.pool.fetch(rows, items, deadline), pool: &self.pool };
+        let fetch = &waits.fetch;
         let late = async {
             match deadline {
                 Some(deadline) => tokio::time::sleep_until(deadline).await,
@@ -122,245 +152,242 @@ impl Fetcher {
         };
         let rest = tokio::select! {
             biased;
-            () = pieces.settled() => None,
+            () = fetch.settled() => None,
             () = self.closed.cancelled() => Some(Reason::Connection),
             () = late => Some(Reason::Deadline),
         };
         if let Some(reason) = rest {
-            let failed = pieces.list().iter().map(|piece| piece.fail_rest()).sum();
-            self.metrics.failed(reason, failed);
+            self.metrics.failed(reason, fetch.fail_rest());
+            self.pool.cancel(fetch);
         }
-        pieces.close()
+        fetch.close()
     }
 }
 
-impl Queue {
-    fn push(&self, pieces: &Pieces, metrics: &Metrics) {
-        let list = pieces.list();
-        let mut waiting = self.waiting.lock();
-        if waiting.hopeful == 0 || waiting.pieces.len() + list.len() > PIECES_WAITING {
-            drop(waiting);
-            metrics.failed(Reason::Connection, list.iter().map(|piece| piece.fail_rest()).sum());
-            return;
-        }
-        waiting.pieces.extend(list.iter().cloned());
-        drop(waiting);
-        self.more.notify_one();
-    }
+/// The side that waits for a fetch. However it ends, the gates are closed.
+struct Waits<'a> {
+    fetch: Arc<Fetch>,
+    pool: &'a Pool,
+}
 
-    /// The next piece that somebody still waits for.
-    fn pull(&self) -> Option<Arc<Piece>> {
-        let mut waiting = self.waiting.lock();
-        loop {
-            let piece = waiting.pieces.pop_front()?;
-            if piece.is_open() {
-                if !waiting.pieces.is_empty() {
-                    self.more.notify_one();
-                }
-                return Some(piece);
-            }
-        }
-    }
-
-    fn hope(&self) {
-        self.waiting.lock().hopeful += 1;
-    }
-
-    /// A rail went down. Without any other, what waits is failed.
-    fn lose_hope(&self, metrics: &Metrics) {
-        let mut waiting = self.waiting.lock();
-        waiting.hopeful -= 1;
-        if waiting.hopeful == 0 {
-            let left = std::mem::take(&mut waiting.pieces);
-            drop(waiting);
-            metrics.failed(Reason::Connection, left.iter().map(|piece| piece.fail_rest()).sum());
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        let given_up = !self.fetch.is_settled();
+        self.fetch.close();
+        if given_up {
+            self.pool.cancel(&self.fetch);
         }
     }
 }
 
-/// One connection to one address, opened again whenever it ends.
+/// One connection along one path, opened again whenever it ends.
 struct Rail {
     fabric: Fabric,
-    address: String,
+    number: usize,
     ticket: Ticket,
     patience: Duration,
-    queue: Arc<Queue>,
+    pool: Arc<Pool>,
     metrics: Metrics,
 }
 
 impl Rail {
     async fn run(self, closed: &CancellationToken) {
+        let path = self.pool.path(self.number).clone();
         let mut pause = BACKOFF_FIRST;
-        // The count of hopeful rails includes this one from the start.
         loop {
             let opened = tokio::select! {
                 () = closed.cancelled() => break,
-                opened = tokio::time::timeout(CONNECT_WAIT, self.open()) => opened,
+                opened = open(&self.fabric, &path, self.ticket) => opened,
             };
-            match opened.map_err(io::Error::from).and_then(|opened| opened) {
+            match opened {
                 Ok(stream) => {
                     pause = BACKOFF_FIRST;
-                    self.metrics.rails.inc();
-                    let mut line = Line::new(stream, self.metrics.clone());
+                    self.pool.up(self.number);
+                    let mut line = Line::new(stream, self.number, &self.pool, &self.metrics);
                     let error = tokio::select! {
-                        () = closed.cancelled() => None,
-                        error = line.serve(&self.queue, self.patience) => Some(error),
+                        () = closed.cancelled() => break,
+                        error = line.serve(self.patience) => error,
                     };
-                    self.metrics.failed(Reason::Connection, line.fail_all());
-                    self.metrics.rails.dec();
-                    let Some(error) = error else { break };
-                    tracing::warn!(address = self.address, %error, "a rail went down");
+                    tracing::warn!(rail = path.name, to = path.remote, %error, "a rail went down");
                 }
                 Err(error) => {
-                    tracing::debug!(address = self.address, %error, "failed to open a rail");
+                    tracing::debug!(rail = path.name, to = path.remote, %error, "failed to open a rail");
                 }
             }
-            self.queue.lose_hope(&self.metrics);
-            let closed = closed.run_until_cancelled(tokio::time::sleep(pause)).await.is_none();
-            self.queue.hope();
-            if closed {
+            self.pool.down(self.number, false);
+            if closed.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
                 break;
             }
             pause = (pause * 2).min(BACKOFF_LAST);
         }
-        self.queue.lose_hope(&self.metrics);
+        self.pool.down(self.number, true);
     }
+}
 
-    async fn open(&self) -> io::Result<Stream> {
-        let mut stream = self.fabric.connect(&self.address).await?;
-        stream.write_all(&wire::preamble(&self.ticket)).await?;
+/// Opens a connection and shows the ticket, within [`CONNECT_WAIT`].
+pub(super) async fn open(fabric: &Fabric, path: &Path, ticket: Ticket) -> io::Result<Stream> {
+    let open = async {
+        let mut stream = fabric.connect(path).await?;
+        stream.write_all(&wire::preamble(&ticket)).await?;
         match stream.read_u8().await? {
             wire::ACCEPTED => Ok(stream),
             other => Err(io::Error::other(format!("the ticket was answered with {other}"))),
         }
-    }
+    };
+    tokio::time::timeout(CONNECT_WAIT, open).await?
 }
 
-/// A row that was asked for.
+/// A piece that was asked for.
 #[derive(Debug)]
 struct Expected {
-    id: u64,
-    piece: Arc<Piece>,
-    index: usize,
+    number: u64,
+    piece: Piece,
+    turn: u32,
 }
 
 /// A payload that is arriving.
 #[derive(Debug)]
 struct Payload {
     expected: Expected,
-    row: RowHead,
+    length: usize,
     got: usize,
-    /// False: it is not what was asked for, and is read to nowhere.
+    /// False: nobody waits for it, and it is read to nowhere.
     wanted: bool,
 }
 
 /// An open connection and everything in flight on it.
 struct Line {
     stream: Stream,
+    rail: usize,
+    pool: Arc<Pool>,
     metrics: Metrics,
-    /// Requests not written yet, and how far the first of them is.
-    requests: VecDeque<Vec<u8>>,
+    /// Words not written yet, and how far they are.
+    words: Vec<u8>,
     written: usize,
     expected: VecDeque<Expected>,
     head: [u8; HEAD],
     head_got: usize,
     payload: Option<Payload>,
     scratch: Box<[u8]>,
-    next_id: u64,
+    /// Last byte of any kind, and last byte or answer that somebody waited for.
+    heard: Instant,
+    moved: Instant,
 }
 
 impl Line {
-    fn new(stream: Stream, metrics: Metrics) -> Self {
+    fn new(stream: Stream, rail: usize, pool: &Arc<Pool>, metrics: &Metrics) -> Self {
+        let now = Instant::now();
         Self {
             stream,
-            metrics,
-            requests: VecDeque::new(),
+            rail,
+            pool: pool.clone(),
+            metrics: metrics.clone(),
+            words: Vec::new(),
             written: 0,
             expected: VecDeque::new(),
             head: [0; HEAD],
             head_got: 0,
             payload: None,
             scratch: vec![0; SCRATCH].into(),
-            next_id: 1,
+            heard: now,
+            moved: now,
         }
     }
 
     /// Asks and receives until the connection fails; the error says how. Cancel-safe: every step is booked when it
     /// is done.
-    async fn serve(&mut self, queue: &Queue, patience: Duration) -> io::Error {
-        let mut progress = Instant::now();
+    async fn serve(&mut self, patience: Duration) -> io::Error {
+        let (pool, rail) = (self.pool.clone(), self.rail);
         loop {
-            self.ask(queue);
-            let idle = self.expected.is_empty() && self.payload.is_none();
-            let room = self.room();
-            let stalled = tokio::time::sleep_until(progress + patience);
+            self.ask();
+            let busy = self.is_busy();
+            let until = (self.heard + SILENCE).min(self.moved + patience);
+            let helps = !busy && pool.is_busy();
+            let wake = if busy { until } else { Instant::now() + HELP };
             tokio::select! {
-                moved = std::future::poll_fn(|cx| self.step(cx)) => match moved {
-                    Ok(()) => progress = Instant::now(),
-                    Err(error) => return error,
+                moved = std::future::poll_fn(|cx| self.step(cx)) => if let Err(error) = moved {
+                    return error;
                 },
-                () = queue.more.notified(), if room => if idle { progress = Instant::now(); },
-                () = stalled, if !idle => {
-                    return io::Error::new(io::ErrorKind::TimedOut, "no bytes came in time");
+                () = pool.rung(rail) => {}
+                () = tokio::time::sleep_until(wake), if busy || helps => {
+                    let until = (self.heard + SILENCE).min(self.moved + patience);
+                    if busy && Instant::now() >= until {
+                        return io::Error::new(io::ErrorKind::TimedOut, "no bytes came in time");
+                    }
                 }
             }
         }
     }
 
-    /// Rows in flight are at most four pieces, whatever their sizes.
-    fn room(&self) -> bool {
-        let row_bytes = self.expected.back().map_or(0, |e| e.piece.row_bytes());
-        self.expected.len() < PIECES_AHEAD
-            || (self.expected.len() * row_bytes < PIECES_AHEAD * PIECE_BYTES
-                && self.expected.len() < PIECES_AHEAD * MAX_REQUEST_ROWS)
+    fn is_busy(&self) -> bool {
+        !self.expected.is_empty() || self.payload.is_some()
     }
 
-    fn ask(&mut self, queue: &Queue) {
-        while self.room()
-            && let Some(piece) = queue.pull()
-        {
-            let id = self.next_id;
-            self.next_id += 1;
-            let row_bytes = u32::try_from(piece.row_bytes()).expect("a row is at most 1 GiB");
-            let keys = piece.items().iter().map(|item| item.key).collect();
-            self.requests.push_back(Request { id, space: piece.space(), row_bytes, keys }.encode());
-            let count = piece.items().len();
-            self.expected.extend((0..count).map(|index| Expected { id, piece: piece.clone(), index }));
+    /// Puts into words what is to be forgotten, what is wanted next, and what soon.
+    fn ask(&mut self) {
+        for (fetch, id) in self.pool.cancels(self.rail) {
+            self.say(&Ask::plain(Want::Cancel, fetch, id, 0));
+        }
+        if !self.is_busy() {
+            (self.heard, self.moved) = (Instant::now(), Instant::now());
+        }
+        while let Some((fetch, row)) = self.pool.next_ahead() {
+            self.say(&word(Want::Ahead, &fetch, row, 0, 0, 0));
+        }
+        while let Some(given) = self.pool.pull(self.rail) {
+            let (number, piece, turn) = (given.number, given.piece, given.begun);
+            let ask = word(Want::Pull, &piece.fetch, piece.row, number, piece.offset(), piece.length());
+            self.say(&ask);
+            self.expected.push_back(Expected { number, piece, turn });
         }
     }
 
-    /// Writes and reads what can be without waiting. Ready when a row was finished or the connection failed.
+    fn say(&mut self, ask: &Ask) {
+        self.words.extend_from_slice(&ask.encode());
+    }
+
+    /// Writes and reads what can be without waiting. Ready when a piece was answered or the connection failed.
     fn step(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if let Poll::Ready(Err(error)) = self.poll_write(cx) {
             return Poll::Ready(Err(error));
         }
-        match self.payload.take() {
-            None => self.poll_head(cx),
-            Some(mut payload) => match self.poll_payload(cx, &mut payload) {
-                Poll::Ready(Ok(true)) => {
-                    self.finish(payload);
-                    Poll::Ready(Ok(()))
+        loop {
+            match self.payload.take() {
+                None => {
+                    ready!(self.poll_head(cx))?;
+                    if self.payload.is_none() {
+                        return Poll::Ready(Ok(()));
+                    }
                 }
-                moved => {
-                    self.payload = Some(payload);
-                    moved.map_ok(|_| ())
-                }
-            },
+                Some(mut payload) => match self.poll_payload(cx, &mut payload) {
+                    Poll::Ready(Ok(true)) => {
+                        self.finish(payload);
+                        return Poll::Ready(Ok(()));
+                    }
+                    Poll::Ready(Ok(false)) => self.payload = Some(payload),
+                    Poll::Ready(Err(error)) => {
+                        self.payload = Some(payload);
+                        return Poll::Ready(Err(error));
+                    }
+                    Poll::Pending => {
+                        self.payload = Some(payload);
+                        return Poll::Pending;
+                    }
+                },
+            }
         }
     }
 
     fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while let Some(request) = self.requests.front() {
-            let n = ready!(Pin::new(&mut self.stream).poll_write(cx, &request[self.written..]))?;
+        while self.written < self.words.len() {
+            let n = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.words[self.written..]))?;
             if n == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
             self.written += n;
-            if self.written == request.len() {
-                self.requests.pop_front();
-                self.written = 0;
-            }
         }
+        self.words.clear();
+        self.written = 0;
         Poll::Ready(Ok(()))
     }
 
@@ -370,51 +397,57 @@ impl Line {
             self.head_got += ready!(poll_some(&mut self.stream, cx, into))?;
         }
         self.head_got = 0;
+        self.heard = Instant::now();
         let head = Head::decode(&self.head).map_err(io::Error::other)?;
-        let Some(expected) = self.expected.pop_front() else {
-            return Poll::Ready(Err(io::Error::other("a row that nobody asked for")));
-        };
-        Poll::Ready(self.begin(head, expected))
+        Poll::Ready(self.begin(&head))
     }
 
-    /// Decides what becomes of the row that `head` announces.
-    fn begin(&mut self, head: Head, expected: Expected) -> io::Result<()> {
-        let Expected { id, ref piece, index } = expected;
-        let item = piece.items()[index];
-        let asked = (id, index, piece.space(), item.key);
-        if (head.id, head.index as usize, head.space, head.key) != asked {
-            self.expected.push_front(expected);
-            return Err(io::Error::other("another row than the one whose turn it is"));
+    /// Decides what becomes of the piece that `head` announces.
+    fn begin(&mut self, head: &Head) -> io::Result<()> {
+        let Some(expected) = self.expected.front() else {
+            return Err(io::Error::other("an answer that nobody asked for"));
+        };
+        let Expected { number, ref piece, turn } = *expected;
+        if (head.id, head.space, head.key) != (number, piece.fetch.space(), piece.item().key) {
+            return Err(io::Error::other("another piece than the one whose turn it is"));
         }
-        let Some(row) = head.row else {
-            self.fail(piece, index, Reason::Missing);
+        if head.kind == wire::Kind::Wait {
             return Ok(());
-        };
-        let wanted = row.length as usize == piece.row_bytes() && row.position == item.position;
-        if !wanted {
-            self.fail(piece, index, Reason::Mismatch);
         }
-        self.payload = Some(Payload { expected, row, got: 0, wanted });
-        Ok(())
-    }
-
-    fn fail(&self, piece: &Piece, index: usize, reason: Reason) {
-        if piece.fail(index) {
+        self.moved = self.heard;
+        let reason = match head.kind {
+            wire::Kind::Piece => piece.check(head).err(),
+            wire::Kind::Missing => Some(Reason::Missing),
+            // Cancelled pieces are somebody else's, or nobody's. Of the others the serving side says that their
+            // patience is over.
+            _ => piece.is_turn(turn).then_some(Reason::Deadline),
+        };
+        if let Some(reason) = reason
+            && piece.fetch.fail(piece.row)
+        {
             self.metrics.failed(reason, 1);
         }
+        let expected = self.expected.pop_front().expect("it was in front");
+        if head.kind == wire::Kind::Piece {
+            self.payload =
+                Some(Payload { expected, length: head.length as usize, got: 0, wanted: reason.is_none() });
+        } else {
+            self.pool.landed(self.rail);
+        }
+        Ok(())
     }
 
     /// Reads one portion of a payload; true when it was the last.
     fn poll_payload(&mut self, cx: &mut Context<'_>, payload: &mut Payload) -> Poll<io::Result<bool>> {
-        let left = payload.row.length as usize - payload.got;
+        let left = payload.length - payload.got;
         if left == 0 {
             return Poll::Ready(Ok(true));
         }
-        let Expected { ref piece, index, .. } = payload.expected;
+        let Expected { ref piece, turn, .. } = payload.expected;
         let stream = &mut self.stream;
         let in_place = payload
             .wanted
-            .then(|| piece.write(index, payload.got, |rest| poll_some(stream, cx, rest)))
+            .then(|| piece.write(turn, payload.got, |rest| poll_some(stream, cx, rest)))
             .flatten();
         let n = match in_place {
             Some(read) => ready!(read)?,
@@ -425,31 +458,57 @@ impl Line {
             }
         };
         payload.got += n;
-        self.metrics.received_bytes.inc_by(n as u64);
+        self.heard = Instant::now();
+        self.moved = self.heard;
+        self.pool.moved(self.rail, n as u64);
         Poll::Ready(Ok(n == left))
     }
 
-    /// All bytes of a row are here: it is taken when they are those that were stored.
+    /// All bytes of a piece are here. The last one of a row makes the row, when its bytes are those that were stored.
     fn finish(&self, payload: Payload) {
-        let Payload { expected: Expected { piece, index, .. }, row, wanted, .. } = payload;
-        if !wanted {
+        let Payload { expected: Expected { piece, turn, .. }, wanted, .. } = payload;
+        self.pool.landed(self.rail);
+        if !wanted || piece.end(turn) != Ended::Row {
             return;
         }
-        let sound = |bytes: &[u8]| crc64(&[bytes]) == row.checksum || mutant::on(Mutant::SkipReceiveCheck);
-        match piece.take(index, sound) {
-            Taken::Yes => self.metrics.received_rows.inc(),
-            Taken::Damaged => {
-                tracing::warn!(key = ?piece.items()[index].key, "a row arrived damaged");
-                self.metrics.failed(Reason::Checksum, 1);
-            }
-            Taken::Late => {}
+        let metrics = self.metrics.clone();
+        if piece.fetch.row_bytes() <= VERIFY_HERE {
+            verify(&piece, &metrics);
+        } else {
+            // It ends by itself within milliseconds; the gates wait for it when they are closed meanwhile.
+            tokio::task::spawn_blocking(move || verify(&piece, &metrics));
         }
     }
+}
 
-    /// Fails everything in flight and says how many rows that were.
-    fn fail_all(&mut self) -> usize {
-        let arriving = self.payload.take().map(|payload| payload.expected);
-        arriving.into_iter().chain(self.expected.drain(..)).filter(|e| e.piece.fail(e.index)).count()
+/// A word about a piece of a row.
+fn word(want: Want, fetch: &Fetch, row: usize, id: u64, offset: usize, length: usize) -> Ask {
+    let small = |n: usize| u32::try_from(n).expect("a row is at most 1 GiB");
+    let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now()).as_millis();
+    // Never 0, which would be no deadline at all.
+    let patience_ms = fetch.deadline.map_or(0, |d| u32::try_from(left(d) + 1).unwrap_or(u32::MAX));
+    Ask {
+        want,
+        fetch: fetch.id,
+        id,
+        space: fetch.space(),
+        key: fetch.item(row).key,
+        row_bytes: small(fetch.row_bytes()),
+        offset: small(offset),
+        length: small(length),
+        patience_ms,
+    }
+}
+
+fn verify(piece: &Piece, metrics: &Metrics) {
+    let sound = |bytes: &[u8], checksum| crc64(&[bytes]) == checksum || mutant::on(Mutant::SkipReceiveCheck);
+    match piece.fetch.take(piece.row, sound) {
+        Taken::Yes => metrics.received_rows.inc(),
+        Taken::Damaged => {
+            tracing::warn!(key = ?piece.item().key, "a row arrived damaged");
+            metrics.failed(Reason::Checksum, 1);
+        }
+        Taken::Late => {}
     }
 }
 

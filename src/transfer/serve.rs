@@ -1,60 +1,65 @@
 //! The serving side of data connections.
 //!
 //! A connection begins with a ticket and ends with it: when the control session that issued the ticket is gone, so
-//! is everything opened with it. Rows are read ahead, but all connections together hold at most `serve_memory` bytes
-//! of rows. Memory is set aside before a read starts and given back when the row is sent; a connection waits for
-//! memory only while it holds none, so connections cannot wait for each other in a circle.
+//! is everything opened with it. Words are answered in their order; the rows lie in a [`Pantry`] that all connections
+//! share, so that each connection sends other pieces of the same row. While the next answer is not there, the
+//! connection says so at every [`wire::BEAT`]: the other side can tell a slow drive from a cable that was pulled.
+//! What was cancelled, or is over its patience, is answered without its bytes and not read for.
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Buf;
-use futures_util::StreamExt;
-use futures_util::future::BoxFuture;
-use futures_util::stream::FuturesOrdered;
+use bytes::{Buf, Bytes};
 use parking_lot::Mutex;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::wire::{self, Head, PREAMBLE, Request, RowHead, Ticket};
+use super::pantry::{Pantry, Use};
+use super::wire::{self, ASK, Ask, BEAT, Head, PREAMBLE, Ticket, Want};
 use super::{Listener, Metrics, Record, Shelf, Stream};
-use crate::base::block::{RowKey, Space};
 use crate::base::doorway::{Doorway, Guest};
-use crate::base::units::Bytes;
+use crate::base::units;
 use crate::tasks::{Kind, Tasks};
 
-/// Data connections of peers at one time: two nodes with two rails need two; the rest is room for reconnects.
+/// Data connections of peers at one time: two nodes with two rails need two; the rest is room for reconnects and
+/// probes.
 const CONNECTIONS: usize = 64;
 
 /// Connections that have not shown a ticket yet, in all and from one address. Strangers take no peer's place.
 const STRANGERS: usize = 32;
 const STRANGERS_OF_ONE: usize = 8;
 
-/// Requests read ahead of the row being sent. Each is at most 64 keys.
-const REQUESTS_AHEAD: usize = 8;
-
-/// Reads in flight for one connection.
-const READS_AHEAD: usize = 16;
+/// Answers that a connection may owe: more than a peer asks for at a time.
+const OWED: usize = 4096;
 
 /// Time for a ticket to arrive.
 const TICKET_WAIT: Duration = Duration::from_secs(5);
 
-/// Memory is set aside in units of this many bytes, so that a semaphore's 32-bit counts are enough for any size.
-const UNIT: u64 = 4096;
+/// Bytes of no meaning, sent or taken at a time.
+const CHUNK: usize = 256 << 10;
 
 /// Tickets of live control sessions. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Tickets(Arc<Mutex<Vec<Issued>>>);
+
+/// Who shows a ticket.
+#[derive(Clone, Debug)]
+struct Session {
+    /// The same for all connections with this ticket.
+    number: u64,
+    live: CancellationToken,
+}
 
 #[derive(Debug)]
 struct Issued {
     peer: [u8; 32],
     generation: u64,
     ticket: Ticket,
-    live: CancellationToken,
+    session: Session,
 }
 
 impl Tickets {
@@ -66,7 +71,8 @@ impl Tickets {
         }
         Self::drop_of(&mut issued, peer);
         let ticket = Ticket(rand::random());
-        issued.push(Issued { peer, generation, ticket, live: CancellationToken::new() });
+        let session = Session { number: rand::random(), live: CancellationToken::new() };
+        issued.push(Issued { peer, generation, ticket, session });
         ticket
     }
 
@@ -78,7 +84,7 @@ impl Tickets {
     fn drop_of(issued: &mut Vec<Issued>, peer: [u8; 32]) {
         issued.retain(|i| {
             if i.peer == peer {
-                i.live.cancel();
+                i.session.live.cancel();
             }
             i.peer != peer
         });
@@ -97,10 +103,10 @@ impl Tickets {
     }
 
     /// Looks at every ticket, whichever matches, so that the time taken tells nothing.
-    fn check(&self, shown: &Ticket) -> Option<CancellationToken> {
+    fn check(&self, shown: &Ticket) -> Option<Session> {
         let issued = self.0.lock();
         issued.iter().fold(None, |found, i| {
-            if wire::same_secret(&i.ticket.0, &shown.0) { Some(i.live.clone()) } else { found }
+            if wire::same_secret(&i.ticket.0, &shown.0) { Some(i.session.clone()) } else { found }
         })
     }
 }
@@ -108,37 +114,39 @@ impl Tickets {
 /// Serves rows. Cheap to clone.
 #[derive(Clone)]
 pub struct Server {
-    shelf: Arc<dyn Shelf>,
+    pantry: Pantry,
     tickets: Tickets,
-    memory: Arc<Semaphore>,
-    units: u32,
     /// Longest time without progress of a write.
     patience: Duration,
     metrics: Metrics,
+    tasks: Tasks,
+    idle_bytes: Bytes,
 }
 
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("units", &self.units).finish_non_exhaustive()
+        f.debug_struct("Server").field("patience", &self.patience).finish_non_exhaustive()
     }
 }
 
 impl Server {
+    /// All servers of a node that are clones of one share its memory.
     pub fn new(
         shelf: Arc<dyn Shelf>,
         tickets: Tickets,
-        serve_memory: Bytes,
+        serve_memory: units::Bytes,
         patience: Duration,
         metrics: Metrics,
+        tasks: &Tasks,
     ) -> Self {
-        let units = u32::try_from(serve_memory.0.div_ceil(UNIT).max(1)).unwrap_or(u32::MAX);
-        let memory = Arc::new(Semaphore::new(units as usize));
-        Self { shelf, tickets, memory, units, patience, metrics }
+        let pantry = Pantry::new(shelf, serve_memory.0, tasks);
+        let idle_bytes = Bytes::from(vec![0xA5; CHUNK]);
+        Self { pantry, tickets, patience, metrics, tasks: tasks.clone(), idle_bytes }
     }
 
     /// Accepts connections until the node stops.
-    pub async fn run(self, mut listener: Listener, tasks: Tasks) {
-        let stopping = tasks.stopping();
+    pub async fn run(self, mut listener: Listener) {
+        let stopping = self.tasks.stopping();
         let doorway = Doorway::new(STRANGERS, STRANGERS_OF_ONE);
         let room = Arc::new(Semaphore::new(CONNECTIONS));
         loop {
@@ -160,7 +168,7 @@ impl Server {
                 continue;
             };
             let (server, stopping, room) = (self.clone(), stopping.clone(), room.clone());
-            tasks.spawn(Kind::Serving, "data connection", async move {
+            self.tasks.spawn(Kind::Serving, "data connection", async move {
                 tokio::select! {
                     () = stopping.cancelled() => {}
                     ended = server.converse(stream, guest, &room) => if let Err(error) = ended {
@@ -174,147 +182,218 @@ impl Server {
     async fn converse(&self, mut stream: Stream, guest: Guest, room: &Semaphore) -> io::Result<()> {
         let admitted = self.admit(&mut stream).await?;
         drop(guest);
-        let (Some(live), Ok(_place)) = (admitted, room.try_acquire()) else {
+        let (Some(session), Ok(_place)) = (admitted, room.try_acquire()) else {
             self.metrics.refused.inc();
             return Err(io::Error::other("no valid ticket, or too many connections"));
         };
         stream.write_all(&[wire::ACCEPTED]).await?;
         let (from, to) = tokio::io::split(stream);
-        let (sender, receiver) = mpsc::channel(REQUESTS_AHEAD);
+        let desk = Desk::new(self, session.number);
         tokio::select! {
-            () = live.cancelled() => Err(io::Error::other("its control session is gone")),
-            ended = self.take_requests(from, sender) => ended,
-            ended = self.send_rows(to, receiver) => ended,
+            () = session.live.cancelled() => Err(io::Error::other("its control session is gone")),
+            ended = desk.take_words(from) => ended,
+            ended = desk.answer_all(to) => ended,
         }
     }
 
     /// Checks the ticket.
-    async fn admit(&self, stream: &mut Stream) -> io::Result<Option<CancellationToken>> {
+    async fn admit(&self, stream: &mut Stream) -> io::Result<Option<Session>> {
         let mut preamble = [0; PREAMBLE];
         tokio::time::timeout(TICKET_WAIT, stream.read_exact(&mut preamble)).await??;
         Ok(wire::take_preamble(&preamble).ok().and_then(|ticket| self.tickets.check(&ticket)))
     }
+}
 
-    async fn take_requests(
-        &self,
-        mut from: ReadHalf<Stream>,
-        requests: mpsc::Sender<Request>,
-    ) -> io::Result<()> {
+/// An answer that is owed.
+#[derive(Clone, Copy, Debug)]
+struct Owed {
+    ask: Ask,
+    until: Option<Instant>,
+    cancelled: bool,
+}
+
+/// One connection: what it was asked for and has not answered.
+struct Desk<'a> {
+    server: &'a Server,
+    guest: u64,
+    /// The first one is being answered.
+    owed: Mutex<VecDeque<Owed>>,
+    changed: Notify,
+}
+
+impl Drop for Desk<'_> {
+    fn drop(&mut self) {
+        self.server.pantry.leave(self.guest);
+    }
+}
+
+impl<'a> Desk<'a> {
+    fn new(server: &'a Server, guest: u64) -> Self {
+        server.pantry.enter(guest);
+        Self { server, guest, owed: Mutex::default(), changed: Notify::new() }
+    }
+
+    async fn take_words(&self, mut from: ReadHalf<Stream>) -> io::Result<()> {
+        let mut word = [0; ASK];
+        let mut sink = Vec::new();
         loop {
-            let length = from.read_u32_le().await? as usize;
-            if length > wire::MAX_REQUEST {
-                self.metrics.refused.inc();
-                return Err(io::Error::other(format!("a request of {length} bytes")));
-            }
-            let mut frame = vec![0; length];
-            from.read_exact(&mut frame).await?;
-            let request = Request::decode(&frame).map_err(|malformed| {
-                self.metrics.refused.inc();
-                io::Error::other(malformed)
-            })?;
-            if requests.send(request).await.is_err() {
-                return Ok(());
+            from.read_exact(&mut word).await?;
+            let refuse = |what: String| {
+                self.server.metrics.refused.inc();
+                io::Error::other(what)
+            };
+            let ask = Ask::decode(&word).map_err(|malformed| refuse(malformed.to_string()))?;
+            match ask.want {
+                Want::Ahead => self.server.pantry.ahead((self.guest, ask.fetch), &ask),
+                Want::Cancel => self.cancel(&ask),
+                Want::Sink => {
+                    swallow(&mut from, ask.length as usize, &mut sink).await?;
+                    self.owe(ask).map_err(refuse)?;
+                }
+                Want::Pull | Want::Fill => self.owe(ask).map_err(refuse)?,
             }
         }
     }
 
-    async fn send_rows(
-        &self,
-        mut to: WriteHalf<Stream>,
-        mut requests: mpsc::Receiver<Request>,
-    ) -> io::Result<()> {
-        let mut wanted: VecDeque<Wanted> = VecDeque::new();
-        let mut reads: FuturesOrdered<BoxFuture<'static, Read>> = FuturesOrdered::new();
+    fn owe(&self, ask: Ask) -> Result<(), String> {
+        let patience = Duration::from_millis(ask.patience_ms.into());
+        let until = (ask.patience_ms > 0).then(|| Instant::now() + patience);
+        let mut owed = self.owed.lock();
+        if owed.len() >= OWED {
+            return Err(format!("more than {OWED} pieces asked for at once"));
+        }
+        owed.push_back(Owed { ask, until, cancelled: false });
+        drop(owed);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    fn cancel(&self, ask: &Ask) {
+        for owed in self.owed.lock().iter_mut() {
+            owed.cancelled |= owed.ask.fetch == ask.fetch && (ask.id == 0 || owed.ask.id == ask.id);
+        }
+        if ask.id == 0 {
+            self.server.pantry.cancel((self.guest, ask.fetch));
+        }
+        self.changed.notify_one();
+    }
+
+    fn front(&self) -> Option<Owed> {
+        self.owed.lock().front().copied()
+    }
+
+    async fn answer_all(&self, mut to: WriteHalf<Stream>) -> io::Result<()> {
         loop {
-            while wanted.len() < READS_AHEAD {
-                let request = match requests.try_recv() {
-                    Ok(request) => request,
-                    Err(_) if wanted.is_empty() && reads.is_empty() => match requests.recv().await {
-                        Some(request) => request,
-                        None => return Ok(()),
-                    },
-                    Err(_) => break,
-                };
-                wanted.extend(Wanted::of(&request));
+            let Some(Owed { ask, .. }) = self.front() else {
+                self.changed.notified().await;
+                continue;
+            };
+            match ask.want {
+                Want::Fill => self.fill(&mut to, &ask).await?,
+                Want::Sink => self.send(&mut to, &Head::bare(wire::Kind::Piece, &ask), Bytes::new()).await?,
+                _ => self.answer(&mut to, &ask).await?,
             }
-            while reads.len() < READS_AHEAD
-                && let Some(next) = wanted.front()
-            {
-                let units = self.units_for(next.row_bytes);
-                let memory = match self.memory.clone().try_acquire_many_owned(units) {
-                    Ok(memory) => memory,
-                    Err(_) if reads.is_empty() => {
-                        self.memory.clone().acquire_many_owned(units).await.map_err(io::Error::other)?
+            self.owed.lock().pop_front();
+        }
+    }
+
+    /// Sends a piece, or says why not.
+    async fn answer(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<()> {
+        let metrics = &self.server.metrics;
+        match self.read(to, ask).await? {
+            None => self.send(to, &Head::bare(wire::Kind::Gone, ask), Bytes::new()).await,
+            Some((_, None)) => {
+                metrics.missing_rows.inc();
+                self.send(to, &Head::bare(wire::Kind::Missing, ask), Bytes::new()).await
+            }
+            Some((mut row, Some(Record { position, checksum, payload }))) => {
+                let &Ask { row_bytes, offset, length, .. } = ask;
+                let head = Head {
+                    position,
+                    row_bytes,
+                    checksum,
+                    offset,
+                    length,
+                    ..Head::bare(wire::Kind::Piece, ask)
+                };
+                let (from, end) = (offset as usize, offset as usize + length as usize);
+                self.send(to, &head, payload.slice(from..end)).await?;
+                row.sent(length.into());
+                metrics.sent_bytes.inc_by(length.into());
+                if offset + length == row_bytes {
+                    metrics.sent_rows.inc();
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// The row of the first word that is owed; `None` when nobody waits for it any more. Says that it takes time.
+    async fn read(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<Option<(Use, Option<Record>)>> {
+        let whose = (self.guest, ask.fetch);
+        let reading = async {
+            let mut row = self.server.pantry.hold(whose, ask).await;
+            let record = row.record().await;
+            (row, record)
+        };
+        tokio::pin!(reading);
+        let mut beat = Instant::now() + BEAT;
+        loop {
+            let wanted = self.front().filter(|owed| !owed.cancelled);
+            let Some(Owed { until, .. }) =
+                wanted.filter(|o| o.until.is_none_or(|until| Instant::now() < until))
+            else {
+                return Ok(None);
+            };
+            tokio::select! {
+                biased;
+                read = &mut reading => return Ok(Some(read)),
+                () = self.changed.notified() => {}
+                () = tokio::time::sleep_until(until.map_or(beat, |until| until.min(beat))) => {
+                    if Instant::now() >= beat {
+                        self.send(to, &Head::bare(wire::Kind::Wait, ask), Bytes::new()).await?;
+                        beat = Instant::now() + BEAT;
                     }
-                    Err(_) => break,
-                };
-                let next = wanted.pop_front().expect("front() was there");
-                reads.push_back(next.read(&*self.shelf, memory));
-            }
-            if let Some(read) = reads.next().await {
-                tokio::time::timeout(self.patience, self.send(&mut to, read)).await??;
+                }
             }
         }
     }
 
-    /// A row larger than all memory is served alone.
-    fn units_for(&self, row_bytes: u32) -> u32 {
-        let units = u64::from(row_bytes).div_ceil(UNIT);
-        u32::try_from(units).unwrap_or(u32::MAX).min(self.units)
-    }
-
-    async fn send(&self, to: &mut WriteHalf<Stream>, read: Read) -> io::Result<()> {
-        let Read { wanted, record, memory } = read;
-        // What is larger than what was set aside is not sent: its size is not the one both sides agreed on.
-        let record = record.filter(|r| r.payload.len() == wanted.row_bytes as usize);
-        let row = record.as_ref().map(|r| RowHead {
-            position: r.position,
-            length: wanted.row_bytes,
-            checksum: r.checksum,
-        });
-        let head = Head { id: wanted.id, index: wanted.index, space: wanted.space, key: wanted.key, row };
+    async fn send(&self, to: &mut WriteHalf<Stream>, head: &Head, payload: Bytes) -> io::Result<()> {
         let head = head.encode();
-        match record {
-            Some(record) => {
-                let length = record.payload.len() as u64;
-                to.write_all_buf(&mut Buf::chain(&head[..], record.payload)).await?;
-                self.metrics.sent_rows.inc();
-                self.metrics.sent_bytes.inc_by(length);
-            }
-            None => {
-                to.write_all(&head).await?;
-                self.metrics.missing_rows.inc();
+        let mut both = Buf::chain(&head[..], payload);
+        while both.has_remaining() {
+            tokio::time::timeout(self.server.patience, to.write_buf(&mut both)).await??;
+        }
+        Ok(())
+    }
+
+    async fn fill(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<()> {
+        let head = Head { length: ask.length, ..Head::bare(wire::Kind::Piece, ask) };
+        self.send(to, &head, Bytes::new()).await?;
+        let mut left = ask.length as usize;
+        while left > 0 {
+            let chunk = self.server.idle_bytes.slice(..left.min(CHUNK));
+            left -= chunk.len();
+            let mut chunk = chunk;
+            while chunk.has_remaining() {
+                tokio::time::timeout(self.server.patience, to.write_buf(&mut chunk)).await??;
             }
         }
-        drop(memory);
         Ok(())
     }
 }
 
-/// One key of a request.
-struct Wanted {
-    id: u64,
-    index: u32,
-    space: Space,
-    key: RowKey,
-    row_bytes: u32,
-}
-
-/// A finished read, with the memory it holds.
-struct Read {
-    wanted: Wanted,
-    record: Option<Record>,
-    memory: OwnedSemaphorePermit,
-}
-
-impl Wanted {
-    fn of(request: &Request) -> impl Iterator<Item = Self> + '_ {
-        let &Request { id, space, row_bytes, ref keys } = request;
-        (0..).zip(keys).map(move |(index, &key)| Self { id, index, space, key, row_bytes })
+/// Takes bytes of no meaning.
+async fn swallow(from: &mut (impl AsyncRead + Unpin), bytes: usize, into: &mut Vec<u8>) -> io::Result<()> {
+    into.resize(CHUNK, 0);
+    let mut left = bytes;
+    while left > 0 {
+        let most = left.min(CHUNK);
+        match from.read(&mut into[..most]).await? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            n => left -= n,
+        }
     }
-
-    fn read(self, shelf: &dyn Shelf, memory: OwnedSemaphorePermit) -> BoxFuture<'static, Read> {
-        let record = shelf.read(self.space, self.key);
-        Box::pin(async move { Read { record: record.await, wanted: self, memory } })
-    }
+    Ok(())
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -9,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 
-use super::wire::{self, Head, Request, RowHead};
+use super::wire::{self, ASK, Ask, Head, Want};
 use super::*;
 use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowItem};
 use crate::base::checksum::crc64;
@@ -47,53 +48,82 @@ pub(super) fn rows(count: u32, row_bytes: usize) -> Arc<Rows> {
 }
 
 fn payload(n: u32) -> Vec<u8> {
-    (0..ROW).map(|i| (i as u32).wrapping_mul(31).wrapping_add(n * 7) as u8).collect()
+    payload_of(n, ROW)
+}
+
+pub(super) fn payload_of(n: u32, row_bytes: usize) -> Vec<u8> {
+    let word =
+        |i: u32| u64::from(i).wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(u64::from(n)).to_le_bytes();
+    (0..row_bytes as u32 / 8).flat_map(word).collect()
 }
 
 /// Rows in memory; reads of keys over `slow_from` do not end.
 #[derive(Default)]
-struct Memory {
-    rows: Mutex<HashMap<RowKey, Record>>,
-    slow_from: u32,
+pub(super) struct Memory {
+    pub rows: Mutex<HashMap<RowKey, Record>>,
+    pub slow_from: u32,
+    /// Reads that began, and of those the ones that were not dropped.
+    pub begun: Arc<AtomicUsize>,
+    pub alive: Arc<AtomicUsize>,
 }
 
 impl Memory {
-    fn with(count: u32) -> Self {
+    pub fn with(count: u32) -> Self {
+        Self::of(count, ROW)
+    }
+
+    pub fn of(count: u32, row_bytes: usize) -> Self {
         let rows = (0..count).map(|n| {
-            let payload = Bytes::from(payload(n));
+            let payload = Bytes::from(payload_of(n, row_bytes));
             let record = Record { position: item(n).position, checksum: crc64(&[&payload]), payload };
             (key(n), record)
         });
-        Self { rows: Mutex::new(rows.collect()), slow_from: u32::MAX }
+        Self { rows: Mutex::new(rows.collect()), slow_from: u32::MAX, ..Self::default() }
     }
 }
 
 impl Shelf for Memory {
     fn read(&self, asked: Space, wanted: RowKey) -> BoxFuture<'static, Option<Record>> {
         let n = u32::from_le_bytes(wanted.hash.0[..4].try_into().unwrap());
+        self.begun.fetch_add(1, Ordering::AcqRel);
         if n >= self.slow_from {
-            return Box::pin(std::future::pending());
+            struct Alive(Arc<AtomicUsize>);
+            impl Drop for Alive {
+                fn drop(&mut self) {
+                    self.0.fetch_sub(1, Ordering::AcqRel);
+                }
+            }
+            self.alive.fetch_add(1, Ordering::AcqRel);
+            let alive = Alive(self.alive.clone());
+            return Box::pin(async move {
+                let _alive = alive;
+                std::future::pending().await
+            });
         }
         let record = if asked == space() { self.rows.lock().get(&wanted).cloned() } else { None };
         Box::pin(async move { record })
     }
 }
 
-struct World {
-    fabric: Fabric,
-    tickets: Tickets,
-    tasks: Tasks,
-    metrics: Metrics,
+pub(super) struct World {
+    pub fabric: Fabric,
+    pub tickets: Tickets,
+    pub tasks: Tasks,
+    pub metrics: Metrics,
     meter: Meter,
 }
 
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 impl World {
     fn new() -> Self {
+        Self::over(Fabric::Mem(MemNet::default()))
+    }
+
+    pub fn over(fabric: Fabric) -> Self {
         let meter = Meter::new();
         Self {
-            fabric: Fabric::Mem(MemNet::default()),
+            fabric,
             tickets: Tickets::default(),
             tasks: Tasks::new(),
             metrics: Metrics::new(&meter),
@@ -103,30 +133,40 @@ impl World {
 
     async fn serving(shelf: Memory, memory: Size) -> Self {
         let world = Self::new();
-        let listener = world.fabric.listen("b").await.unwrap();
-        let server =
-            Server::new(Arc::new(shelf), world.tickets.clone(), memory, PATIENCE, world.metrics.clone());
-        world.tasks.spawn(Kind::Serving, "server", server.run(listener, world.tasks.clone()));
+        world.serve(shelf, memory, &["b"]).await;
         world
     }
 
-    fn fetcher(&self, addresses: &[&str], ticket: Ticket, patience: Duration) -> Fetcher {
+    /// Serves at each address; gives where that is.
+    pub async fn serve(&self, shelf: Memory, memory: Size, at: &[&str]) -> Vec<String> {
+        let (shelf, tickets, metrics) = (Arc::new(shelf), self.tickets.clone(), self.metrics.clone());
+        let server = Server::new(shelf, tickets, memory, PATIENCE, metrics, &self.tasks);
+        let mut addresses = Vec::new();
+        for at in at {
+            let listener = self.fabric.listen(at).await.unwrap();
+            addresses.push(listener.address().unwrap());
+            self.tasks.spawn(Kind::Serving, "server", server.clone().run(listener));
+        }
+        addresses
+    }
+
+    pub fn fetcher(&self, addresses: &[&str], ticket: Ticket, patience: Duration) -> Fetcher {
         let addresses: Vec<String> = addresses.iter().map(|&a| a.to_owned()).collect();
         Fetcher::start(&self.fabric, &addresses, ticket, patience, &self.metrics, &self.tasks)
     }
 
-    fn count(&self, series: &str) -> u64 {
+    pub fn count(&self, series: &str) -> u64 {
         let text = self.meter.text();
         let line = text.lines().find(|l| l.starts_with(&format!("sparkkv_transfer_{series} ")));
         line.unwrap_or_else(|| panic!("{series} in {text}")).rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    async fn end(self) {
+    pub async fn end(self) {
         assert_eq!(self.tasks.stop(Duration::from_secs(5)).await, 0, "everything ends when asked");
     }
 }
 
-fn items(count: u32) -> Vec<RowItem> {
+pub(super) fn items(count: u32) -> Vec<RowItem> {
     (0..count).map(item).collect()
 }
 
@@ -236,16 +276,27 @@ impl Hand {
         Self(stream)
     }
 
-    async fn request(&mut self) -> Request {
-        let length = self.0.read_u32_le().await.unwrap();
-        let mut frame = vec![0; length as usize];
-        self.0.read_exact(&mut frame).await.unwrap();
-        Request::decode(&frame).unwrap()
+    async fn word(&mut self) -> Ask {
+        let mut word = [0; ASK];
+        self.0.read_exact(&mut word).await.unwrap();
+        Ask::decode(&word).unwrap()
     }
 
-    async fn head(&mut self, request: &Request, index: u32, n: u32) {
-        let row = RowHead { position: item(n).position, length: ROW as u32, checksum: crc64(&[&payload(n)]) };
-        let head = Head { id: request.id, index, space: request.space, key: key(n), row: Some(row) };
+    /// The next word that is not a hint.
+    async fn pull(&mut self) -> Ask {
+        loop {
+            let ask = self.word().await;
+            if ask.want == Want::Pull {
+                return ask;
+            }
+        }
+    }
+
+    async fn head(&mut self, ask: &Ask, n: u32) {
+        let &Ask { row_bytes, offset, length, .. } = ask;
+        let (position, checksum) = (item(n).position, crc64(&[&payload(n)]));
+        let bare = Head { key: key(n), ..Head::bare(wire::Kind::Piece, ask) };
+        let head = Head { position, row_bytes, checksum, offset, length, ..bare };
         self.0.write_all(&head.encode()).await.unwrap();
     }
 }
@@ -259,17 +310,18 @@ async fn bytes_that_come_after_the_fetch_returned_or_was_dropped_touch_no_row() 
         let mut hand = Hand::accept(&mut listener).await;
         let rows = rows(3, ROW);
         let wanted = items(2);
-        let request;
+        let (first, second);
         {
             let deadline = Instant::now() + Duration::from_millis(if drop_it { 60_000 } else { 100 });
             let fetch = fetcher.fetch(&rows, &wanted, Some(deadline));
             tokio::pin!(fetch);
-            request = tokio::select! {
+            (first, second) = tokio::select! {
                 biased;
-                request = hand.request() => request,
+                asks = async { (hand.pull().await, hand.pull().await) } => asks,
                 _ = &mut fetch => panic!("nothing came yet"),
             };
-            hand.head(&request, 0, 0).await;
+            assert!(first.patience_ms > 0, "the deadline travels");
+            hand.head(&first, 0).await;
             hand.0.write_all(&payload(0)[..100]).await.unwrap();
             if !drop_it {
                 assert_eq!(fetch.await, [Outcome::Failed; 2]);
@@ -277,14 +329,20 @@ async fn bytes_that_come_after_the_fetch_returned_or_was_dropped_touch_no_row() 
         }
         rows.fill(0, |row| row.fill(0xAA));
         rows.fill(1, |row| row.fill(0xAA));
+        let cancel = hand.word().await;
+        assert_eq!(
+            (cancel.want, cancel.fetch, cancel.id),
+            (Want::Cancel, first.fetch, 0),
+            "the peer is told"
+        );
         hand.0.write_all(&payload(0)[100..]).await.unwrap();
-        hand.head(&request, 1, 1).await;
+        hand.head(&second, 1).await;
         hand.0.write_all(&payload(1)).await.unwrap();
         // The same connection goes on to serve the next fetch: by then all late bytes have passed.
         let next = [item(2)];
         let (outcomes, ()) = tokio::join!(fetcher.fetch(&rows, &next, None), async {
-            let request = hand.request().await;
-            hand.head(&request, 0, 2).await;
+            let ask = hand.pull().await;
+            hand.head(&ask, 2).await;
             hand.0.write_all(&payload(2)).await.unwrap();
         });
         assert_eq!(outcomes, [Outcome::FromPeer]);
@@ -296,19 +354,23 @@ async fn bytes_that_come_after_the_fetch_returned_or_was_dropped_touch_no_row() 
 }
 
 #[tokio::test]
-async fn a_reply_out_of_turn_a_silent_peer_and_a_closed_connection_fail_at_once() {
-    for what in ["out of turn", "silent", "closed", "unasked"] {
+async fn an_answer_out_of_turn_a_silent_peer_and_a_closed_connection_fail_at_once() {
+    for what in ["out of turn", "silent", "only alive", "closed", "unasked"] {
         let world = World::new();
         let mut listener = world.fabric.listen("b").await.unwrap();
-        let patience = if what == "silent" { Duration::from_millis(50) } else { PATIENCE };
+        let patience = if what.starts_with(['s', 'o']) { Duration::from_millis(50) } else { PATIENCE };
         let fetcher = world.fetcher(&["b"], Ticket([1; 32]), patience);
         let mut hand = Hand::accept(&mut listener).await;
         let (rows, wanted) = (rows(4, ROW), items(2));
         let (outcomes, hand) = tokio::join!(fetcher.fetch(&rows, &wanted, None), async {
-            let request = hand.request().await;
+            let ask = hand.pull().await;
             match what {
-                "out of turn" => hand.head(&request, 1, 1).await,
-                "unasked" => hand.head(&request, 0, 3).await,
+                "out of turn" => hand.head(&Ask { id: ask.id + 1, ..ask }, 1).await,
+                "unasked" => hand.head(&ask, 3).await,
+                "only alive" => {
+                    let head = Head::bare(wire::Kind::Wait, &ask).encode();
+                    hand.0.write_all(&head).await.unwrap();
+                }
                 "closed" => return None,
                 _ => {}
             }
@@ -318,6 +380,176 @@ async fn a_reply_out_of_turn_a_silent_peer_and_a_closed_connection_fail_at_once(
         assert_eq!(world.count("rows_failed_total{reason=\"connection\"}"), 2, "{what}");
         drop(hand);
         world.end().await;
+    }
+}
+
+#[tokio::test]
+async fn a_rail_that_ends_in_mid_transfer_gives_its_pieces_to_the_other() {
+    let world = World::new();
+    let addresses = world.serve(Memory::of(8, 256 << 10), Size::mib(64), &["b"]).await;
+    let mut listener = world.fabric.listen("a").await.unwrap();
+    let mut paths = world.fabric.paths(&["a".into(), addresses[0].clone()]);
+    paths[0].name = "bad".into();
+    let options = Options { patience: PATIENCE, piece_bytes: 64 << 10 };
+    let ticket = world.tickets.issue([1; 32], 1);
+    let fetcher = Fetcher::along(&world.fabric, paths, ticket, options, &world.metrics, &world.tasks);
+    let mut hand = Hand::accept(&mut listener).await;
+    while fetcher.rails().iter().any(|rail| !rail.up) {
+        tokio::task::yield_now().await;
+    }
+    let bad = async {
+        let ask = hand.pull().await;
+        // Part of a piece, and wrong bytes at that: what comes after is another rail's.
+        let n = u32::from_le_bytes(ask.key.hash.0[..4].try_into().unwrap());
+        let bytes = payload_of(n, 256 << 10);
+        let &Ask { row_bytes, offset, length, .. } = &ask;
+        let bare = Head::bare(wire::Kind::Piece, &ask);
+        let (position, checksum) = (item(n).position, crc64(&[&bytes]));
+        let head = Head { position, row_bytes, checksum, offset, length, ..bare };
+        hand.0.write_all(&head.encode()).await.unwrap();
+        hand.0.write_all(&[0xEE; 5000]).await.unwrap();
+        drop(hand);
+    };
+    let rows = rows(8, 256 << 10);
+    let wanted = items(8);
+    let (outcomes, ()) = tokio::join!(fetcher.fetch(&rows, &wanted, None), bad);
+    assert_eq!(outcomes, [Outcome::FromPeer; 8]);
+    for n in 0..8 {
+        rows.look(n, |row| assert!(row == payload_of(n, 256 << 10), "row {n}"));
+    }
+    while fetcher.rails()[0].errors == 0 {
+        tokio::task::yield_now().await;
+    }
+    let rails = fetcher.rails();
+    assert!(rails[1].bytes >= 8 * (256 << 10) && rails[1].share > 0.99, "{rails:?}");
+    world.end().await;
+}
+
+#[tokio::test]
+async fn a_slow_drive_is_told_from_a_dead_cable_and_a_given_up_fetch_stops_its_reads() {
+    let shelf = Memory { slow_from: 4, ..Memory::with(40) };
+    let (begun, alive) = (shelf.begun.clone(), shelf.alive.clone());
+    let world = World::serving(shelf, Size(16 * ROW as u64)).await;
+    let fetcher = world.fetcher(&["b"], world.tickets.issue([1; 32], 1), PATIENCE);
+    let rows = rows(40, ROW);
+    let wanted = items(40);
+    {
+        let fetch = fetcher.fetch(&rows, &wanted, None);
+        tokio::pin!(fetch);
+        // Longer than a silent cable is borne.
+        let long = tokio::time::timeout(Duration::from_millis(1_500), &mut fetch).await;
+        assert!(long.is_err(), "{long:?}");
+        assert_eq!(fetcher.rails()[0].errors, 0, "the connection was kept");
+        assert!(alive.load(Ordering::Acquire) > 0);
+    }
+    while alive.load(Ordering::Acquire) > 0 {
+        tokio::task::yield_now().await;
+    }
+    assert!(begun.load(Ordering::Acquire) < 40, "the rest was never begun");
+    assert_eq!(fetcher.fetch(&rows, &items(4), None).await, [Outcome::FromPeer; 4], "and it goes on");
+    world.end().await;
+}
+
+/// The fetching side, played by hand: one head, and its payload.
+async fn answer(stream: &mut Stream) -> (Head, Vec<u8>) {
+    let mut head = [0; wire::HEAD];
+    stream.read_exact(&mut head).await.unwrap();
+    let head = Head::decode(&head).unwrap();
+    let mut payload = vec![0; head.length as usize];
+    stream.read_exact(&mut payload).await.unwrap();
+    (head, payload)
+}
+
+#[tokio::test]
+async fn what_is_cancelled_or_over_its_patience_is_answered_without_its_bytes() {
+    let world = World::serving(Memory { slow_from: 5, ..Memory::with(10) }, Size::mib(64)).await;
+    let path = world.fabric.paths(&["b".into()]).remove(0);
+    let mut stream = rail::open(&world.fabric, &path, world.tickets.issue([1; 32], 1)).await.unwrap();
+    let pull = |n: u32, id: u64, patience_ms: u32| Ask {
+        space: space(),
+        key: key(n),
+        row_bytes: ROW as u32,
+        offset: 4096,
+        patience_ms,
+        ..Ask::plain(Want::Pull, 3, id, 4096)
+    };
+    // The drive does not deliver: signs of life, then an answer, at the time that was asked for.
+    stream.write_all(&pull(7, 1, 350).encode()).await.unwrap();
+    let mut beats = 0;
+    let gone = loop {
+        let (head, payload) = answer(&mut stream).await;
+        assert!(head.id == 1 && payload.is_empty());
+        if head.kind != wire::Kind::Wait {
+            break head;
+        }
+        beats += 1;
+    };
+    assert_eq!((gone.kind, gone.key), (wire::Kind::Gone, key(7)));
+    assert!(beats >= 1, "it was not silent");
+    // Of three, the one that is read for and one that is not are given up; each is answered in its turn.
+    for ask in [pull(8, 2, 0), pull(1, 3, 0), pull(2, 4, 0)] {
+        stream.write_all(&ask.encode()).await.unwrap();
+    }
+    for id in [3, 2] {
+        stream.write_all(&Ask::plain(Want::Cancel, 3, id, 0).encode()).await.unwrap();
+    }
+    let mut said = Vec::new();
+    while said.len() < 3 {
+        let (head, payload) = answer(&mut stream).await;
+        if head.kind != wire::Kind::Wait {
+            said.push((head.id, head.kind, payload));
+        }
+    }
+    let wanted = payload(2)[4096..].to_vec();
+    let gone = |id| (id, wire::Kind::Gone, Vec::new());
+    assert_eq!(said, [gone(2), gone(3), (4, wire::Kind::Piece, wanted)]);
+    world.end().await;
+}
+
+#[tokio::test]
+async fn senseless_words_end_the_connection_and_are_counted() {
+    let world = World::serving(Memory::with(1), Size::mib(1)).await;
+    let path = world.fabric.paths(&["b".into()]).remove(0);
+    for bad in [Ask::plain(Want::Pull, 1, 1, 1), Ask::plain(Want::Fill, 1, 1, wire::MAX_PROBE + 1)] {
+        let before = world.count("refused_connections_total");
+        let mut stream = rail::open(&world.fabric, &path, world.tickets.issue([1; 32], 1)).await.unwrap();
+        stream.write_all(&bad.encode()).await.unwrap();
+        assert_eq!(stream.read(&mut [0; 1]).await.unwrap_or(0), 0, "{bad:?}");
+        assert_eq!(world.count("refused_connections_total"), before + 1);
+    }
+    world.end().await;
+}
+
+/// Runs one unit test in a process of its own, with a mutant.
+fn passes(test: &str, mutant: Option<&str>) -> bool {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--test-threads", "1"]).env_remove(crate::base::mutant::VARIABLE);
+    if let Some(mutant) = mutant {
+        command.env(crate::base::mutant::VARIABLE, mutant);
+    }
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("running 1 test"), "{test}: {text}");
+    output.status.success()
+}
+
+#[test]
+fn mutants_of_the_receiving_side_are_noticed() {
+    if !cfg!(debug_assertions) {
+        eprintln!("skipped: a release build has no mutants");
+        return;
+    }
+    for (test, mutant) in [
+        (
+            "transfer::tests::bytes_that_come_after_the_fetch_returned_or_was_dropped_touch_no_row",
+            "LateWrite",
+        ),
+        ("transfer::piece::tests::nothing_is_written_behind_a_closed_gate", "LateWrite"),
+        ("transfer::piece::tests::a_piece_is_written_by_the_rail_whose_turn_it_is", "StaleRail"),
+        ("transfer::tests::what_the_peer_lost_or_mislabels_fails_and_the_rest_comes", "SkipReceiveCheck"),
+    ] {
+        assert!(passes(test, None), "{test} fails without a mutant");
+        assert!(!passes(test, Some(mutant)), "{mutant} went unnoticed by {test}");
     }
 }
 

@@ -3,22 +3,41 @@
 //! ```text
 //! client → server   magic "SKVD" | version u16 | ticket 32                                      once
 //! server → client   accepted u8 (1)                                                             once; else it closes
-//! client → server   length u32 | id u64 | space 36 | row_bytes u32 | count u32 | count × key 36
-//! server → client   for every key of every request, in the order asked:
-//!                   kind u8 (1 row, 2 missing) | id u64 | index u32 | space 36 | key 36 | position u32
-//!                   | length u32 | algorithm u8 | checksum u64 | crc64 of the head so far | payload
+//! client → server   word u8 | fetch u64 | id u64 | space 36 | key 36 | row_bytes u32 | offset u32 | length u32
+//!                   | patience_ms u32 | for SINK: length bytes
+//! server → client   for every PULL, FILL and SINK, in the order asked:
+//!                   kind u8 | id u64 | space 36 | key 36 | position u32 | row_bytes u32 | offset u32 | length u32
+//!                   | algorithm u8 | checksum u64 | crc64 of the head so far | for PIECE: length bytes
 //! space = namespace 32 | rank u16 | ranks u16;   all little-endian but the group in a key
 //! ```
 //!
-//! Replies come in the order of the requests, so a receiver always knows into which row the next byte belongs and
-//! needs no table of its own. The payload's checksum was made before the row was written to its drive and travels
-//! unchanged; the head has one of its own, because a damaged length would make everything after it unreadable.
+//! | word | meaning |
+//! | --- | --- |
+//! | 1 PULL | send this piece of this row |
+//! | 2 AHEAD | this row will be pulled: begin to read it. No answer |
+//! | 3 CANCEL | nothing of this fetch is wanted any more; with an id, only that piece is not. No answer, but what was pulled is answered with GONE unless it is on its way |
+//! | 4 FILL | send `length` bytes of no meaning: what the rail carries from there to here |
+//! | 5 SINK | take `length` bytes of no meaning and say that they came: from here to there |
+//!
+//! | kind | meaning |
+//! | --- | --- |
+//! | 1 PIECE | the piece follows; position, size and checksum are those of its row |
+//! | 2 MISSING | the row is not there |
+//! | 3 GONE | cancelled, or its patience is over |
+//! | 4 WAIT | the next answer is being read; the connection is alive. Comes at least every [`BEAT`], counts as no answer |
+//!
+//! Answers come in the order of the words, so a receiver always knows into which piece the next byte belongs. The
+//! payload's checksum was made before the row was written to its drive and travels unchanged; the head has one of
+//! its own, because a damaged length would make everything after it unreadable. Patience travels as a span, because
+//! the boxes' clocks differ.
 
-use crate::base::block::{Namespace, Rank, RowKey, Space};
+use std::time::Duration;
+
+use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowKey, Space};
 use crate::base::checksum::{CRC64_NVME, crc64};
 use crate::base::codec::{Malformed, Reader, Writer};
 
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 pub const TICKET: usize = 32;
 pub const PREAMBLE: usize = 4 + 2 + TICKET;
 pub const ACCEPTED: u8 = 1;
@@ -26,17 +45,20 @@ pub const ACCEPTED: u8 = 1;
 const MAGIC: [u8; 4] = *b"SKVD";
 const SPACE: usize = 36;
 
-/// Rows in one request. Requests are small so that several rails share a fetch evenly.
-pub const MAX_REQUEST_ROWS: usize = 64;
-
-/// Largest request, length field excluded.
-pub const MAX_REQUEST: usize = 8 + SPACE + 4 + 4 + MAX_REQUEST_ROWS * RowKey::LEN;
-
 /// Largest row anybody may announce ([`crate::base::geometry::Hello::check`] has the same limit).
 pub const MAX_ROW: u32 = 1 << 30;
 
-/// Length of a reply's head.
-pub const HEAD: usize = 1 + 8 + 4 + SPACE + RowKey::LEN + 4 + 4 + 1 + 8 + 8;
+/// Most bytes of one FILL or SINK.
+pub const MAX_PROBE: u32 = 64 << 20;
+
+/// Length of a word.
+pub const ASK: usize = 1 + 8 + 8 + SPACE + RowKey::LEN + 4 * 4;
+
+/// Length of an answer's head.
+pub const HEAD: usize = 1 + 8 + SPACE + RowKey::LEN + 4 * 4 + 1 + 8 + 8;
+
+/// Longest silence of a server that owes an answer.
+pub const BEAT: Duration = Duration::from_millis(100);
 
 /// Proof of a control session, shown once at the start of a data connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -87,84 +109,160 @@ pub fn take_preamble(bytes: &[u8; PREAMBLE]) -> Result<Ticket, Malformed> {
     Ok(Ticket(r.array()?))
 }
 
-/// Rows asked for, in prefix order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
-    pub id: u64,
-    pub space: Space,
-    /// Size of a row at the asking side: what the server sets aside before it reads.
-    pub row_bytes: u32,
-    pub keys: Vec<RowKey>,
-}
-
-impl Request {
-    /// The whole frame, length first.
-    pub fn encode(&self) -> Vec<u8> {
-        assert!(self.keys.len() <= MAX_REQUEST_ROWS, "{} keys in one request", self.keys.len());
-        let mut w = Writer::default();
-        w.u32(0).u64(self.id);
-        put_space(&mut w, &self.space);
-        w.u32(self.row_bytes).u32(u32::try_from(self.keys.len()).expect("asserted above"));
-        for key in &self.keys {
-            w.bytes(&key.to_bytes());
-        }
-        let length = u32::try_from(w.0.len() - 4).expect("asserted above");
-        w.0[..4].copy_from_slice(&length.to_le_bytes());
-        w.0
-    }
-
-    /// `frame` without its length field.
-    pub fn decode(frame: &[u8]) -> Result<Self, Malformed> {
-        let mut r = Reader::new(frame);
-        let (id, space, row_bytes) = (r.u64()?, take_space(&mut r)?, r.u32()?);
-        if row_bytes == 0 || row_bytes > MAX_ROW {
-            let (value, limit) = (row_bytes.into(), MAX_ROW.into());
-            return Err(Malformed::TooMany { what: "bytes of a row", value, limit });
-        }
-        let limit = u32::try_from(MAX_REQUEST_ROWS).expect("a small constant");
-        let count = r.count("keys of a request", RowKey::LEN, limit)?;
-        let keys = (0..count).map(|_| Ok(RowKey::from_bytes(&r.array()?))).collect::<Result<_, _>>()?;
-        r.end()?;
-        Ok(Self { id, space, row_bytes, keys })
-    }
-}
-
-/// What precedes a row, or stands for one that is not there.
+/// What a word wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Head {
+pub enum Want {
+    Pull,
+    Ahead,
+    Cancel,
+    Fill,
+    Sink,
+}
+
+/// One word of the fetching side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ask {
+    pub want: Want,
+    /// Which fetch of the asking side; what it gives up it gives up by this number.
+    pub fetch: u64,
+    /// Which piece; the answer has the same number. For a cancel, 0 is every piece.
     pub id: u64,
-    /// Which key of the request.
-    pub index: u32,
     pub space: Space,
     pub key: RowKey,
-    /// `None`: the row is not there.
-    pub row: Option<RowHead>,
+    /// Size of a row at the asking side: what the server sets aside before it reads.
+    pub row_bytes: u32,
+    /// Which bytes of the row.
+    pub offset: u32,
+    pub length: u32,
+    /// After so many milliseconds nobody waits for it any more; 0: somebody always does.
+    pub patience_ms: u32,
 }
 
-/// Facts of a row that follows.
+impl Ask {
+    /// A word that names no row.
+    pub fn plain(want: Want, fetch: u64, id: u64, length: u32) -> Self {
+        let space = Space { namespace: Namespace([0; 32]), rank: Rank::ONLY };
+        let key = RowKey { hash: BlockHash([0; 32]), group: GroupId(0) };
+        Self { want, fetch, id, space, key, row_bytes: 0, offset: 0, length, patience_ms: 0 }
+    }
+
+    pub fn encode(&self) -> [u8; ASK] {
+        let mut w = Writer::default();
+        let word = match self.want {
+            Want::Pull => 1,
+            Want::Ahead => 2,
+            Want::Cancel => 3,
+            Want::Fill => 4,
+            Want::Sink => 5,
+        };
+        w.u8(word).u64(self.fetch).u64(self.id);
+        put_space(&mut w, &self.space);
+        w.bytes(&self.key.to_bytes())
+            .u32(self.row_bytes)
+            .u32(self.offset)
+            .u32(self.length)
+            .u32(self.patience_ms);
+        w.0.try_into().expect("ASK counts exactly these fields")
+    }
+
+    pub fn decode(bytes: &[u8; ASK]) -> Result<Self, Malformed> {
+        let mut r = Reader::new(bytes);
+        let want = match r.u8()? {
+            1 => Want::Pull,
+            2 => Want::Ahead,
+            3 => Want::Cancel,
+            4 => Want::Fill,
+            5 => Want::Sink,
+            other => {
+                return Err(Malformed::Unknown { what: "word of a data connection", value: other.into() });
+            }
+        };
+        let (fetch, id, space) = (r.u64()?, r.u64()?, take_space(&mut r)?);
+        let key = RowKey::from_bytes(&r.array()?);
+        let (row_bytes, offset, length, patience_ms) = (r.u32()?, r.u32()?, r.u32()?, r.u32()?);
+        let ask = Self { want, fetch, id, space, key, row_bytes, offset, length, patience_ms };
+        ask.check()?;
+        Ok(ask)
+    }
+
+    fn check(&self) -> Result<(), Malformed> {
+        let over = |what, value: u32, limit: u32| {
+            Err(Malformed::TooMany { what, value: value.into(), limit: limit.into() })
+        };
+        match self.want {
+            Want::Cancel => Ok(()),
+            Want::Fill | Want::Sink if self.length > MAX_PROBE => {
+                over("bytes of a probe", self.length, MAX_PROBE)
+            }
+            Want::Fill | Want::Sink => Ok(()),
+            Want::Pull | Want::Ahead if self.row_bytes == 0 || self.row_bytes > MAX_ROW => {
+                over("bytes of a row", self.row_bytes, MAX_ROW)
+            }
+            Want::Pull | Want::Ahead => match self.offset.checked_add(self.length) {
+                Some(end) if end <= self.row_bytes => Ok(()),
+                _ => over("bytes of a piece", self.length, self.row_bytes),
+            },
+        }
+    }
+}
+
+/// What an answer says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowHead {
+pub enum Kind {
+    Piece,
+    Missing,
+    Gone,
+    Wait,
+}
+
+/// What precedes a piece, or stands for one that does not come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    pub kind: Kind,
+    pub id: u64,
+    pub space: Space,
+    pub key: RowKey,
+    /// Of the row.
     pub position: u32,
-    pub length: u32,
+    pub row_bytes: u32,
     pub checksum: u64,
+    /// Of the piece.
+    pub offset: u32,
+    pub length: u32,
 }
 
 /// Why a head was not understood.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadHead {
-    #[error("the head of a reply is damaged")]
+    #[error("the head of an answer is damaged")]
     Checksum,
     #[error(transparent)]
     Malformed(#[from] Malformed),
 }
 
 impl Head {
+    /// An answer without a payload.
+    pub fn bare(kind: Kind, ask: &Ask) -> Self {
+        let &Ask { id, space, key, .. } = ask;
+        Self { kind, id, space, key, position: 0, row_bytes: 0, checksum: 0, offset: 0, length: 0 }
+    }
+
     pub fn encode(&self) -> [u8; HEAD] {
         let mut w = Writer::default();
-        let row = self.row.unwrap_or(RowHead { position: 0, length: 0, checksum: 0 });
-        w.u8(if self.row.is_some() { 1 } else { 2 }).u64(self.id).u32(self.index);
+        let kind = match self.kind {
+            Kind::Piece => 1,
+            Kind::Missing => 2,
+            Kind::Gone => 3,
+            Kind::Wait => 4,
+        };
+        w.u8(kind).u64(self.id);
         put_space(&mut w, &self.space);
-        w.bytes(&self.key.to_bytes()).u32(row.position).u32(row.length).u8(CRC64_NVME).u64(row.checksum);
+        w.bytes(&self.key.to_bytes())
+            .u32(self.position)
+            .u32(self.row_bytes)
+            .u32(self.offset)
+            .u32(self.length);
+        w.u8(CRC64_NVME).u64(self.checksum);
         let crc = crc64(&[&w.0]);
         w.u64(crc);
         w.0.try_into().expect("HEAD counts exactly these fields")
@@ -176,23 +274,25 @@ impl Head {
             return Err(BadHead::Checksum);
         }
         let mut r = Reader::new(head);
-        let kind = r.u8()?;
-        let (id, index, space) = (r.u64()?, r.u32()?, take_space(&mut r)?);
+        let kind = match r.u8()? {
+            1 => Kind::Piece,
+            2 => Kind::Missing,
+            3 => Kind::Gone,
+            4 => Kind::Wait,
+            other => return Err(Malformed::Unknown { what: "kind of answer", value: other.into() }.into()),
+        };
+        let (id, space) = (r.u64()?, take_space(&mut r)?);
         let key = RowKey::from_bytes(&r.array()?);
-        let (position, length, algorithm) = (r.u32()?, r.u32()?, r.u8()?);
-        let row = RowHead { position, length, checksum: r.u64()? };
+        let (position, row_bytes, offset, length) = (r.u32()?, r.u32()?, r.u32()?, r.u32()?);
+        let (algorithm, checksum) = (r.u8()?, r.u64()?);
         if algorithm != CRC64_NVME {
             return Err(Malformed::Unknown { what: "checksum algorithm", value: algorithm.into() }.into());
         }
         if length > MAX_ROW {
             let (value, limit) = (length.into(), MAX_ROW.into());
-            return Err(Malformed::TooMany { what: "bytes of a row", value, limit }.into());
+            return Err(Malformed::TooMany { what: "bytes of a piece", value, limit }.into());
         }
-        match kind {
-            1 => Ok(Self { id, index, space, key, row: Some(row) }),
-            2 => Ok(Self { id, index, space, key, row: None }),
-            other => Err(Malformed::Unknown { what: "kind of reply", value: other.into() }.into()),
-        }
+        Ok(Self { kind, id, space, key, position, row_bytes, checksum, offset, length })
     }
 }
 
@@ -201,31 +301,48 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::base::block::{BlockHash, GroupId};
 
-    fn key(n: u8) -> RowKey {
-        RowKey { hash: BlockHash([n; 32]), group: GroupId(n.into()) }
-    }
-
-    fn space() -> Space {
-        Space { namespace: Namespace([3; 32]), rank: Rank { index: 1, of: 2 } }
+    fn ask(want: Want) -> Ask {
+        let space = Space { namespace: Namespace([3; 32]), rank: Rank { index: 1, of: 2 } };
+        let key = RowKey { hash: BlockHash([9; 32]), group: GroupId(9) };
+        Ask { want, fetch: 5, id: 7, space, key, row_bytes: 8192, offset: 4096, length: 4096, patience_ms: 9 }
     }
 
     #[test]
-    fn a_request_reads_back_and_a_cut_one_does_not() {
-        let request = Request { id: 7, space: space(), row_bytes: 4096, keys: (0..64).map(key).collect() };
-        let frame = request.encode();
-        assert_eq!(frame.len(), MAX_REQUEST + 4);
-        assert_eq!(Request::decode(&frame[4..]), Ok(request));
-        for cut in 4..frame.len() {
-            assert!(Request::decode(&frame[4..cut]).is_err(), "{cut}");
+    fn words_read_back() {
+        for want in [Want::Pull, Want::Ahead, Want::Cancel, Want::Fill, Want::Sink] {
+            assert_eq!(Ask::decode(&ask(want).encode()), Ok(ask(want)));
+        }
+    }
+
+    #[test]
+    fn what_lies_outside_its_row_or_is_too_much_is_refused() {
+        let piece = ask(Want::Pull);
+        for bad in [
+            Ask { offset: 4097, ..piece },
+            Ask { offset: u32::MAX, ..piece },
+            Ask { row_bytes: 0, offset: 0, length: 0, ..piece },
+            Ask { row_bytes: MAX_ROW + 1, ..piece },
+            Ask { want: Want::Ahead, length: 8193, ..piece },
+            Ask { want: Want::Fill, length: MAX_PROBE + 1, ..piece },
+            Ask { want: Want::Sink, length: MAX_PROBE + 1, ..piece },
+        ] {
+            assert!(Ask::decode(&bad.encode()).is_err(), "{bad:?}");
         }
     }
 
     #[test]
     fn any_flipped_bit_of_a_head_is_noticed() {
-        let row = Some(RowHead { position: 128, length: 8192, checksum: 77 });
-        let head = Head { id: 1, index: 2, space: space(), key: key(9), row };
+        let bare = Head::bare(Kind::Missing, &ask(Want::Pull));
+        let head = Head {
+            kind: Kind::Piece,
+            position: 128,
+            row_bytes: 8192,
+            checksum: 77,
+            offset: 1,
+            length: 2,
+            ..bare
+        };
         let bytes = head.encode();
         assert_eq!(Head::decode(&bytes), Ok(head));
         for bit in 0..HEAD * 8 {
@@ -233,8 +350,10 @@ mod tests {
             damaged[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(Head::decode(&damaged), Err(BadHead::Checksum), "bit {bit}");
         }
-        let missing = Head { row: None, ..head };
-        assert_eq!(Head::decode(&missing.encode()), Ok(missing));
+        for kind in [Kind::Missing, Kind::Gone, Kind::Wait] {
+            let other = Head { kind, ..bare };
+            assert_eq!(Head::decode(&other.encode()), Ok(other));
+        }
     }
 
     #[test]
@@ -250,8 +369,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_reader_of_requests_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Request::decode(&bytes);
+        fn no_bytes_make_the_reader_of_words_panic(bytes in proptest::array::uniform32(any::<u8>()), word in 0_u8..7) {
+            let mut frame = [0; ASK];
+            for (n, byte) in frame.iter_mut().enumerate() {
+                *byte = bytes[n % 32];
+            }
+            frame[0] = word;
+            let _ = Ask::decode(&frame);
         }
     }
 }

@@ -1,0 +1,114 @@
+//! The rails of this node: what it should run over, by its settings, and measuring them when somebody asks.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+
+use super::Parts;
+use crate::rails::measure::{self, Mover, Ran};
+use crate::rails::measured::Wire;
+use crate::rails::verdict::Context;
+use crate::rails::{Inventory, Report, Tree};
+use crate::settings::Settings;
+use crate::transfer::{Fetcher, Way};
+
+/// Variables by which the engine's libraries are told a GID index.
+const GID_VARIABLES: [&str; 2] = ["NCCL_IB_GID_INDEX", "UCX_IB_GID_INDEX"];
+
+/// Addresses of this node that rows travel over, as far as its settings say; an address of loopback leads nowhere.
+fn data_addresses(settings: &Settings) -> Vec<IpAddr> {
+    let cluster = &settings.cluster;
+    let one = cluster.address.parse::<IpAddr>().ok();
+    let all: Vec<IpAddr> =
+        if cluster.rails.is_empty() { one.into_iter().collect() } else { cluster.rails.clone() };
+    all.into_iter().filter(|ip| !ip.is_loopback() && !ip.is_unspecified()).collect()
+}
+
+/// What the settings say that bears on the rails.
+pub fn rails_context(settings: &Settings) -> Context {
+    let engine = &settings.engine;
+    let fixed =
+        GID_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), engine.env.get(*name)?.clone())));
+    Context {
+        data: data_addresses(settings),
+        pinned: engine.row_area.0,
+        gids_fixed: fixed.collect(),
+        ..Context::default()
+    }
+}
+
+/// Describes this node's rails, and measures those to one connected node when `transfer` says so.
+pub(super) async fn report(parts: Parts, transfer: bool) -> Report {
+    let data = data_addresses(&parts.settings);
+    let view = parts.rails.view();
+    let tree = Arc::new(Tree::machine());
+    let read = {
+        let tree = Arc::clone(&tree);
+        tokio::task::spawn_blocking(move || Inventory::read(&tree, &data)).await
+    };
+    let inventory = read.unwrap_or(view.inventory);
+    let peer = parts.cluster.rails().into_iter().next();
+    let there = peer.as_ref().and_then(|(name, _)| said_by(&parts, name));
+    let context = Context { there, gids_at_start: view.gids_at_start, ..rails_context(&parts.settings) };
+    let measured = match &peer {
+        Some((_, fetcher)) if transfer => {
+            let ways = Ways::of(fetcher.clone(), &inventory);
+            let ends = ways.ends.clone();
+            Some(measure::measure(&tree, &inventory, &ends, Wire::Tcp, Some(&ways)).await)
+        }
+        _ => None,
+    };
+    let report = Report::of(inventory, context, measured);
+    let node = Some(parts.settings.node.name.clone());
+    Report { node, peer: peer.map(|(name, _)| name), uses: view.uses, ..report }
+}
+
+/// What another node said of its rails with its last heartbeat.
+fn said_by(parts: &Parts, name: &str) -> Option<Inventory> {
+    let member = parts.cluster.members().into_iter().find(|member| member.name == name)?;
+    serde_json::from_value(member.note["rails"]["inventory"].clone()).ok()
+}
+
+/// The rails to one node, by device.
+struct Ways {
+    fetcher: Fetcher,
+    devices: Vec<String>,
+    /// Addresses of their other ends.
+    ends: Vec<IpAddr>,
+}
+
+impl Ways {
+    fn of(fetcher: Fetcher, inventory: &Inventory) -> Self {
+        let (mut devices, mut ends) = (Vec::new(), Vec::new());
+        for rail in fetcher.rails() {
+            let end = rail.path.remote.parse::<SocketAddr>().ok().map(|at| at.ip());
+            let routed = end.and_then(|end| inventory.rail_to(end)).map(|rail| rail.device.clone());
+            let pinned = rail.path.local.map(|local| local.device);
+            devices.push(pinned.or(routed).unwrap_or(rail.path.name));
+            ends.extend(end);
+        }
+        Self { fetcher, devices, ends }
+    }
+}
+
+impl Mover for Ways {
+    fn rails(&self) -> Vec<String> {
+        self.devices.clone()
+    }
+
+    fn run(&self, over: Vec<String>, bytes: u64) -> BoxFuture<'_, Result<Ran, String>> {
+        async move {
+            let one = match &over[..] {
+                [device] => self.devices.iter().position(|own| own == device),
+                _ => None,
+            };
+            match self.fetcher.probe(one, Way::Here, bytes).await {
+                Ok(probe) => Ok(Ran { bytes: probe.bytes, seconds: probe.seconds }),
+                Err(error) => Err(error.to_string()),
+            }
+        }
+        .boxed()
+    }
+}

@@ -1,0 +1,97 @@
+//! What every fabric must do, as one test that runs over each of them.
+//!
+//! A new fabric adds one line at the end. Nothing here knows which one it is: rows of several pieces over two rails,
+//! what is missing, a deadline, a fetch that is given up, probes both ways, a ticket that is revoked.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::tests::{Memory, PATIENCE, World, items, key, payload_of, rows};
+use super::*;
+use crate::base::frame::Outcome;
+use crate::base::rows::Rows;
+use crate::base::units::Bytes as Size;
+
+const ROW: usize = 192 << 10;
+
+async fn conforms(fabric: Fabric, at: &[&str]) {
+    let world = World::over(fabric);
+    let shelf = Memory { slow_from: 30, ..Memory::of(32, ROW) };
+    shelf.rows.lock().remove(&key(7));
+    let addresses = world.serve(shelf, Size::mib(1), at).await;
+    let ticket = world.tickets.issue([1; 32], 1);
+    let options = Options { patience: PATIENCE, piece_bytes: 64 << 10 };
+    let paths = world.fabric.paths(&addresses);
+    assert_eq!(paths.len(), at.len());
+    let fetcher = Fetcher::along(&world.fabric, paths, ticket, options, &world.metrics, &world.tasks);
+    let area = rows(32, ROW);
+    whole_rows_come_and_a_missing_one_fails(&fetcher, &area).await;
+    a_deadline_ends_what_the_drive_does_not_deliver(&fetcher, &area).await;
+    bytes_flow_both_ways(&fetcher, at.len()).await;
+    world.tickets.revoke([1; 32]);
+    while fetcher.rails().iter().any(|rail| rail.up) {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(fetcher.fetch(&area, &items(1), None).await, [Outcome::Failed]);
+    world.end().await;
+}
+
+async fn whole_rows_come_and_a_missing_one_fails(fetcher: &Fetcher, area: &Arc<Rows>) {
+    while fetcher.rails().iter().any(|rail| !rail.up) {
+        tokio::task::yield_now().await;
+    }
+    let outcomes = fetcher.fetch(area, &items(30), None).await;
+    for n in 0..30_u32 {
+        let wanted = if n == 7 { Outcome::Failed } else { Outcome::FromPeer };
+        assert_eq!(outcomes[n as usize], wanted, "row {n}");
+        if n != 7 {
+            area.look(n, |row| assert!(row == payload_of(n, ROW), "row {n}"));
+        }
+    }
+    let carried: Vec<u64> = fetcher.rails().iter().map(|rail| rail.bytes).collect();
+    assert!(carried.iter().all(|&bytes| bytes > 0), "every rail took part: {carried:?}");
+    assert!(carried.iter().sum::<u64>() >= 29 * ROW as u64);
+}
+
+async fn a_deadline_ends_what_the_drive_does_not_deliver(fetcher: &Fetcher, area: &Arc<Rows>) {
+    let deadline = Instant::now() + Duration::from_millis(200);
+    let outcomes = fetcher.fetch(area, &items(32)[28..], Some(deadline)).await;
+    assert_eq!(outcomes[2..], [Outcome::Failed; 2]);
+    // Dropped instead of awaited: the rails go on with what comes next.
+    {
+        let wanted = items(32);
+        let mut given_up = std::pin::pin!(fetcher.fetch(area, &wanted[30..], None));
+        assert!(futures_util::poll!(&mut given_up).is_pending());
+    }
+    assert_eq!(fetcher.fetch(area, &items(3), None).await, [Outcome::FromPeer; 3]);
+}
+
+async fn bytes_flow_both_ways(fetcher: &Fetcher, rails: usize) {
+    for way in [Way::Here, Way::There] {
+        for rail in (0..rails).map(Some).chain([None]) {
+            let moved = fetcher.probe(rail, way, 1 << 20).await.unwrap();
+            assert!(moved.bytes >= 1 << 20 && moved.bytes < 2 << 20, "{way:?} {rail:?}: {moved:?}");
+            assert_eq!(moved.rails.len(), if rail.is_some() { 1 } else { rails });
+        }
+    }
+    assert!(fetcher.probe(Some(rails), Way::Here, 1).await.is_err());
+    assert!(fetcher.probe(None, Way::Here, PROBE_MOST + 1).await.is_err());
+}
+
+#[tokio::test]
+async fn memory_conforms() {
+    conforms(Fabric::Mem(MemNet::default()), &["one", "two"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_conforms() {
+    conforms(Fabric::tcp(&[]).unwrap(), &["127.0.0.1:0", "127.0.0.1:0"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_with_pinned_rails_conforms() {
+    let ends = ["127.0.0.1".parse().unwrap(), "127.0.0.2".parse().unwrap()];
+    conforms(Fabric::tcp(&ends).unwrap(), &["127.0.0.1:0", "127.0.0.2:0"]).await;
+}
