@@ -56,7 +56,7 @@ impl Scale {
         }
         let row = PAGE * (SEGMENT_MIN / per_segment).div_ceil(PAGE).max(1);
         let small = store::segment_for_rows(per_segment, row);
-        let capacity = segments * small + store::BESIDE_SEGMENTS;
+        let capacity = store::capacity_for(segments, small);
         Ok(Self { row: u32::try_from(row).expect("a segment of 64 KiB at most"), segment: small, capacity })
     }
 }
@@ -195,7 +195,7 @@ mod tests {
             let scale = Scale::of(row, segment, Bytes(count * segment.0 + 77)).unwrap();
             let per_segment = store::rows_in_segment(segment.0, row);
             assert_eq!(store::rows_in_segment(scale.segment, u64::from(scale.row)), per_segment);
-            assert_eq!((scale.capacity - store::BESIDE_SEGMENTS) / scale.segment, count);
+            assert_eq!(scale.capacity / scale.segment, count, "less than a segment is beside them");
         }
         let scale = Scale::of(100 << 20, segment, Bytes::gib(2)).unwrap();
         assert_eq!(store::rows_in_segment(scale.segment, u64::from(scale.row)), 2);

@@ -9,10 +9,10 @@
 
 use std::fs::File;
 use std::io::{self, Error, ErrorKind, IoSlice, IoSliceMut};
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
-use super::folder::Folder;
+use super::folder::{self, Folder};
 use super::format::PAGE;
 use super::hands::Hands;
 use super::mem::Mem;
@@ -144,7 +144,7 @@ pub enum Handle {
 pub struct Found {
     pub name: String,
     pub len: u64,
-    /// Bytes that it takes on the drive.
+    /// Bytes that the drive has given it: fewer than its length where it has holes.
     pub taken: u64,
     pub is_file: bool,
     /// When its bytes were changed last, in seconds since 1970. 0: nobody knows.
@@ -331,6 +331,43 @@ impl Files {
         match (self, file) {
             (Self::Real(_), Handle::Real(file)) => read_up_to(file, offset, buffer),
             (Self::Mem(mem), Handle::Mem(name)) => mem.read(name, offset, buffer),
+            _ => unreachable!("a folder opens files of its own kind"),
+        }
+    }
+
+    /// Whether parts of a file can be given back while it stays.
+    pub fn can_punch(&self) -> bool {
+        match self {
+            Self::Real(folder) => folder.punches,
+            Self::Mem(mem) => mem.can_punch(),
+        }
+    }
+
+    /// Gives the room of these parts of a file back, which read as zeros from then on. Its length stays, and so does
+    /// the time at which it was written.
+    pub fn punch(&self, file: &Handle, parts: &[Range<u64>]) -> io::Result<()> {
+        match (self, file) {
+            (Self::Mem(mem), Handle::Mem(name)) => mem.punch(name, parts),
+            (_, Handle::Real(file)) => folder::punch(file, parts),
+            _ => unreachable!("a folder opens files of its own kind"),
+        }
+    }
+
+    /// Bytes that the drive has given a file.
+    pub fn taken(&self, file: &Handle) -> io::Result<u64> {
+        match (self, file) {
+            (Self::Mem(mem), Handle::Mem(name)) => mem.taken(name),
+            (_, Handle::Real(file)) => Ok(folder::taken(&file.metadata()?)),
+            _ => unreachable!("a folder opens files of its own kind"),
+        }
+    }
+
+    /// Parts of a file of `len` bytes for which the drive keeps nothing, ascending: those that were punched, and those
+    /// that were never written. None where the file system cannot tell.
+    pub fn holes(&self, file: &Handle, len: u64) -> Vec<Range<u64>> {
+        match (self, file) {
+            (Self::Mem(mem), Handle::Mem(name)) => mem.holes(name),
+            (_, Handle::Real(file)) => folder::holes(file, len),
             _ => unreachable!("a folder opens files of its own kind"),
         }
     }

@@ -2,6 +2,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Error, ErrorKind};
+use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +11,9 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, Flock, FlockArg, fallocate};
 use nix::libc::O_DIRECT;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::stat::futimens;
+use nix::sys::time::TimeSpec;
+use nix::unistd::{Whence, lseek};
 
 use super::disk::{Buffer, Found, Handle};
 use super::format::PAGE;
@@ -29,6 +33,8 @@ pub struct Folder {
     path: PathBuf,
     /// Whether its files can be read and written past the page cache.
     pub direct: bool,
+    /// Whether parts of its files can be given back.
+    pub punches: bool,
     _lock: Flock<File>,
 }
 
@@ -44,32 +50,39 @@ impl Folder {
         let lock =
             Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| Error::from(errno))?;
         allow_many_files();
-        let mut folder = Self { path: path.to_owned(), direct: true, _lock: lock };
-        folder.direct = folder.can_be_direct()?;
+        let mut folder = Self { path: path.to_owned(), direct: true, punches: true, _lock: lock };
+        (folder.direct, folder.punches) = folder.try_out()?;
         Ok(folder)
     }
 
-    /// Writes and reads one page past the page cache.
-    fn can_be_direct(&self) -> io::Result<bool> {
+    /// Writes and reads one page past the page cache, and punches it. Whether each works.
+    fn try_out(&self) -> io::Result<(bool, bool)> {
         // A folder may be in the way of the name.
         let names = (0..16).map(|n| format!("probe-{n}{UNFINISHED}"));
         let Some(name) = names.into_iter().find(|name| !self.path.join(name).is_dir()) else {
-            return Ok(true);
+            return Ok((true, true));
         };
         let path = self.path.join(&name);
-        let attempt = || -> io::Result<()> {
-            let file = self.options().create(true).truncate(true).mode(0o600).open(&path)?;
+        let mut punches = true;
+        let mut attempt = |options: &mut OpenOptions| -> io::Result<()> {
+            let file = options.create(true).truncate(true).mode(0o600).open(&path)?;
+            let part = 0..PAGE as u64;
+            punches = !matches!(punch(&file, std::slice::from_ref(&part)), Err(e) if is_unsupported(&e));
             let mut page = Buffer::zeroed(PAGE);
             file.write_all_at(&page, 0)?;
             file.read_exact_at(&mut page, 0)
         };
-        let outcome = attempt();
+        let outcome = attempt(&mut self.options());
+        if outcome.is_err() {
+            // Where direct I/O is missing the file may not even have been opened.
+            let _ = attempt(OpenOptions::new().read(true).write(true));
+        }
         self.remove(&name)?;
         match outcome {
-            Ok(()) => Ok(true),
+            Ok(()) => Ok((true, punches)),
             // A full drive can still serve what it holds; the first write will say that it is full.
-            Err(e) if e.kind() == ErrorKind::StorageFull => Ok(true),
-            Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => Ok(false),
+            Err(e) if e.kind() == ErrorKind::StorageFull => Ok((true, punches)),
+            Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => Ok((false, punches)),
             Err(e) => Err(e),
         }
     }
@@ -95,7 +108,7 @@ impl Folder {
             all.push(Found {
                 name: entry.file_name().to_string_lossy().into_owned(),
                 len: about.len(),
-                taken: about.len().max(about.blocks() * 512),
+                taken: taken(&about),
                 is_file: about.is_file(),
                 modified: u32::try_from(about.mtime()).unwrap_or(0),
             });
@@ -114,7 +127,7 @@ impl Folder {
         let made = self.create_as(&unfinished, size, head).and_then(|file| {
             fs::rename(self.path.join(&unfinished), self.path.join(name))?;
             self.sync()?;
-            let taken = size.max(file.metadata()?.blocks() * 512);
+            let taken = size.max(taken(&file.metadata()?));
             Ok((Handle::Real(Arc::new(file)), taken))
         });
         if made.is_err() {
@@ -165,6 +178,55 @@ impl Folder {
     pub fn sync(&self) -> io::Result<()> {
         File::open(&self.path)?.sync_all()
     }
+}
+
+fn is_unsupported(error: &Error) -> bool {
+    matches!(error.raw_os_error(), Some(code) if code == Errno::EOPNOTSUPP as i32 || code == Errno::ENOSYS as i32)
+}
+
+/// Bytes that the drive has given a file.
+pub fn taken(about: &fs::Metadata) -> u64 {
+    about.blocks() * 512
+}
+
+/// Gives parts of a file back. When it was written is what a start knows about the age of its rows, so that stays.
+pub fn punch(file: &File, parts: &[Range<u64>]) -> io::Result<()> {
+    let about = file.metadata()?;
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    for part in parts {
+        let offset = i64::try_from(part.start).map_err(Error::other)?;
+        let length = i64::try_from(part.end - part.start).map_err(Error::other)?;
+        while let Err(errno) = fallocate(file, flags, offset, length) {
+            if errno != Errno::EINTR {
+                return Err(errno.into());
+            }
+        }
+    }
+    let time = |seconds, nanos| TimeSpec::new(seconds, nanos);
+    let (used, written) = (time(about.atime(), about.atime_nsec()), time(about.mtime(), about.mtime_nsec()));
+    // Without it rows only look younger than they are.
+    let _ = futimens(file, &used, &written);
+    Ok(())
+}
+
+/// Parts of a file for which the drive keeps nothing. A file system that does not know them says that there are none.
+pub fn holes(file: &File, len: u64) -> Vec<Range<u64>> {
+    let seek = |from: u64, whence| {
+        let at = lseek(file, i64::try_from(from).map_err(|_| Errno::EINVAL)?, whence)?;
+        u64::try_from(at).map_err(|_| Errno::EINVAL)
+    };
+    let (mut holes, mut at) = (Vec::new(), 0);
+    while let Ok(hole) = seek(at, Whence::SeekHole)
+        && hole < len
+    {
+        // Behind the last data there is no next one.
+        at = seek(hole, Whence::SeekData).unwrap_or(len).clamp(hole, len);
+        if at == hole {
+            break;
+        }
+        holes.push(hole..at);
+    }
+    holes
 }
 
 /// As many descriptors as are allowed without asking anybody. Where they do not suffice, opening says so.

@@ -22,6 +22,13 @@
 //! The foot stands at the end, not behind the last record, so that a reader finds it with one read of the last page
 //! and one more. It lists what the records say about themselves; a start reads feet only, and each row is verified
 //! against its own record when it is read.
+//!
+//! A row that had to go is *released*: its record's pages are given back to the file system, in a sealed segment only,
+//! and read as zeros from then on. The foot lists it still. So a record whose header page is all zeros is no damage, it
+//! is a row that is not there any more; where the file system tells which parts of a file are holes, it need not even
+//! be read. Head, foot and trailer are never given back while the segment stays.
+
+use std::ops::Range;
 
 use crate::base::block::{Namespace, Rank, RowKey, Space};
 use crate::base::checksum::{CRC64_NVME, crc64};
@@ -69,6 +76,8 @@ pub enum Bad {
     Stale,
     #[error("it holds another row")]
     OtherRow,
+    #[error("its room was given back")]
+    Released,
     #[error("{0} leaves its bounds")]
     Bounds(&'static str),
     #[error(transparent)]
@@ -210,8 +219,11 @@ impl Record {
         close(w)
     }
 
-    /// Reads a record's page and refuses one that another segment or store wrote.
+    /// Reads a record's page and refuses one that another segment or store wrote. [`Bad::Released`] is no damage.
     pub fn decode(page: &[u8], store: StoreId, sequence: Sequence) -> Result<Self, Bad> {
+        if page.len() >= PAGE && page[..PAGE].iter().all(|&byte| byte == 0) {
+            return Err(Bad::Released);
+        }
         let mut r = fields(page, RECORD)?;
         let rank = Rank { index: r.u16()?, of: r.u16()? };
         let algorithm = r.u8()?;
@@ -274,10 +286,15 @@ impl Entry {
         })
     }
 
+    /// Where its record lies.
+    pub fn part(&self) -> Range<u64> {
+        let start = u64::from(self.page) * PAGE64;
+        start..start + record_bytes(self.length)
+    }
+
     /// Whether the record lies behind the head and before `end`.
     fn is_within(&self, end: u64) -> bool {
-        let fits = u64::from(self.page) * PAGE64 + record_bytes(self.length) <= end;
-        self.page >= 1 && self.length > 0 && self.length <= PAYLOAD_MAX && fits
+        self.page >= 1 && self.length > 0 && self.length <= PAYLOAD_MAX && self.part().end <= end
     }
 }
 

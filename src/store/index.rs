@@ -1,21 +1,22 @@
 //! Which rows are held, and where: the only answer to "is it there". Pure.
 //!
-//! A key enters when its record is whole and leaves when its segment is reclaimed or its row turned out damaged.
+//! A key enters when its record is whole and leaves when its room is needed or its row turned out damaged.
 //! Whoever subscribes to a space gets what it holds and every change from exactly there on, because both happen
 //! under the one lock that the owner keeps around this.
 //!
 //! A drive of a terabyte holds a million rows, so a row must be small here, and nothing that happens often may walk
 //! all of them. Rows lie in a [`Slab`], 80 bytes each; a hash table of their numbers finds them by space and key
-//! (another 6 to 12 bytes); the rows of a segment are chained, so that reclaiming one costs that one's rows. Rows and
+//! (another 6 to 12 bytes); the rows of a segment are chained, so that emptying one costs that one's rows. Rows and
 //! bytes are counted as they come and go, for each space and each segment.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
 
 use hashbrown::HashTable;
 use tokio::sync::broadcast;
 
-use super::format::{Entry, PAGE64, Sequence};
+use super::format::{Entry, PAGE64, Sequence, record_bytes};
 use super::slab::Slab;
 use crate::base::block::{RowKey, Space};
 
@@ -56,6 +57,11 @@ impl Place {
     pub fn offset(&self) -> u64 {
         u64::from(self.page) * PAGE64
     }
+
+    /// Bytes of its segment's file that its record takes.
+    pub fn part(&self) -> Range<u64> {
+        self.offset()..self.offset() + record_bytes(self.length)
+    }
 }
 
 /// What is remembered of a row's use. Plain data that lies beside the row; `worth.rs` gives it its meaning. It begins
@@ -90,6 +96,7 @@ struct Chain {
     first: u32,
     last: u32,
     rows: u64,
+    /// Of their records.
     bytes: u64,
 }
 
@@ -168,6 +175,8 @@ pub struct Index {
     hasher: Mixer,
     spaces: Spaces,
     chains: BTreeMap<Sequence, Chain>,
+    /// Segments whose last row has left since somebody asked.
+    vacated: Vec<Sequence>,
     listeners: HashMap<Space, broadcast::Sender<Change>>,
 }
 
@@ -325,15 +334,18 @@ impl Index {
     }
 
     /// Rows of a segment that can be read.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for figures"))]
     pub fn count_of(&self, sequence: Sequence) -> u64 {
         self.chains.get(&sequence).map_or(0, |chain| chain.rows)
     }
 
-    /// Payload bytes of a segment that can be read.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for figures"))]
+    /// Bytes that the records of a segment's rows take, of those that can be read.
     pub fn bytes_of(&self, sequence: Sequence) -> u64 {
         self.chains.get(&sequence).map_or(0, |chain| chain.bytes)
+    }
+
+    /// Segments whose last row has left since this was asked last. Some may have got one again.
+    pub fn take_vacated(&mut self) -> Vec<Sequence> {
+        std::mem::take(&mut self.vacated)
     }
 }
 
@@ -363,7 +375,7 @@ impl Index {
         let chain = self.chains.entry(sequence).or_insert(new);
         let before = std::mem::replace(&mut chain.last, at);
         chain.rows += 1;
-        chain.bytes += u64::from(length);
+        chain.bytes += record_bytes(length);
         if before != NONE {
             self.rows.get_mut(before).after = at;
         }
@@ -382,7 +394,7 @@ impl Index {
         }
         let chain = self.chains.get_mut(&place.sequence).expect("every row is in its segment's chain");
         chain.rows -= 1;
-        chain.bytes -= u64::from(place.length);
+        chain.bytes -= record_bytes(place.length);
         if before == NONE {
             chain.first = after;
         }
@@ -391,6 +403,7 @@ impl Index {
         }
         if chain.rows == 0 {
             self.chains.remove(&place.sequence);
+            self.vacated.push(place.sequence);
         }
         place
     }
@@ -576,7 +589,7 @@ mod tests {
                 rows.sort_by_key(|row| (row.0, row.1));
                 let known = oracle.of(sequence);
                 prop_assert_eq!(index.count_of(sequence), known.len() as u64);
-                prop_assert_eq!(index.bytes_of(sequence), known.iter().map(|r| u64::from(r.2.length)).sum::<u64>());
+                prop_assert_eq!(index.bytes_of(sequence), known.iter().map(|r| record_bytes(r.2.length)).sum::<u64>());
                 prop_assert_eq!(rows, known);
             }
             for s in 0..3 {

@@ -6,7 +6,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::format::{Head, PAGE, PAGE64, Record, parse_segment_name, record_bytes};
+use super::folder;
+use super::format::{Bad, Head, PAGE, PAGE64, Record, parse_segment_name, record_bytes};
 use crate::base::block::{RowKey, Space};
 
 /// One row on the drive.
@@ -41,6 +42,7 @@ pub fn inspect(folder: &Path) -> io::Result<Vec<Located>> {
 fn rows_of(path: &Path, rows: &mut Vec<Located>) -> io::Result<()> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
+    let holes = folder::holes(&file, size);
     let mut page = vec![0; PAGE];
     let mut offset = 0;
     let mut head = None;
@@ -52,8 +54,18 @@ fn rows_of(path: &Path, rows: &mut Vec<Located>) -> io::Result<()> {
                 Err(_) => return Ok(()),
             },
             Some(head) => {
-                // The first page that is no record of this segment is its foot, or where nothing was written yet.
-                let Ok(record) = Record::decode(&page, head.store, head.sequence) else { return Ok(()) };
+                let record = match Record::decode(&page, head.store, head.sequence) {
+                    Ok(record) => record,
+                    // A row was released, or nothing was written yet.
+                    Err(Bad::Released) => {
+                        let past =
+                            holes.iter().find(|hole| hole.contains(&offset)).map_or(0, |hole| hole.end);
+                        offset = (past - past % PAGE64).max(offset + PAGE64);
+                        continue;
+                    }
+                    // The first other page that is no record of this segment is its foot.
+                    Err(_) => return Ok(()),
+                };
                 rows.push(Located {
                     file: path.to_owned(),
                     space: record.space,

@@ -8,11 +8,15 @@
 //! the segment that is being sealed and one for the file that is being made or removed, with one step at a time in
 //! each: the order within a seal is what makes a foot trustworthy.
 //!
-//! Which segment makes room is the driver's choice ([`Step::Choose`]), asked for while the open segment has most of
-//! its room left: rows of the chosen one that are worth keeping are appended to the open one, beside new rows, in
-//! room that is held free for them. So moving needs no room beyond the capacity, and what was moved is durable before
-//! its old copy goes, because the open segment is sealed in between. Should that seal never succeed, the segment that
-//! rows were moved out of stays until the one that took them is gone or durable.
+//! Room is made of rows, not of segments: [`Step::Release`] asks for as many bytes of those worth least as are needed,
+//! wherever they lie in sealed segments. They leave the index, and the parts of the files where they lay are given back.
+//! No byte is moved for that. A segment of which no row is left is removed ([`Log::vacate`]).
+//!
+//! What is left of many segments is a few rows each, so their number needs a bound: beyond it, one is emptied
+//! ([`Step::Choose`]): its rows are appended to the open segment, beside new rows, in room that is held free for them,
+//! while the open one has most of its room left. So moving needs no room beyond the capacity, and what was moved is
+//! durable before its old copy goes: should that seal never succeed, the segment that rows were moved out of stays
+//! until the one that took them is gone. A drive that cannot give parts of a file back makes all of its room so.
 //!
 //! What is taken on the drive never exceeds the capacity: a segment is counted from before it is created until after
 //! it is gone, files that are not ours are counted too, and a segment leaves only when no read needs it.
@@ -46,12 +50,13 @@ pub enum Step {
     Sync(Sequence),
     /// Write foot and trailer at this offset.
     Foot { sequence: Sequence, offset: u64, bytes: Vec<u8> },
-    /// Say with [`Log::chosen`] which of [`Log::eligible`] makes room, and which of its rows are appended to the open
-    /// segment before: `room` bytes of records at most. Nothing else to report.
+    /// Take rows worth so many bytes on the drive out of the index, and give back what they took, and what else is
+    /// given back: [`Log::set_taken`] for each segment, then [`Log::stepped`] with the bytes that were won.
+    Release { bytes: u64 },
+    /// Say with [`Log::chosen`] which of [`Log::eligible`] is emptied: its rows are appended to the open segment, `room`
+    /// bytes of records at most. Without room all of its rows go, and it is given to [`Log::vacate`]. Nothing else to
+    /// report.
     Choose { room: u64 },
-    /// Take the segment's rows out of the index, or [`Log::spare`] it. Nothing to report: the next step follows at
-    /// once.
-    Forget(Sequence),
     /// Remove the segment's file.
     Remove(Sequence),
     /// Make a file of the head's size that begins with it.
@@ -93,13 +98,13 @@ struct Segment {
     reads: u32,
     /// Its foot is durable.
     sealed: bool,
-    /// Its rows are gone from the index; it goes when its reads have ended.
+    /// No row of it is in the index; it goes when its reads have ended.
     dying: bool,
     /// Rows of it were moved to this segment: it stays until that is durable.
     until: Option<Sequence>,
 }
 
-/// The segment that makes room next.
+/// The segment that is being emptied.
 #[derive(Clone, Copy, Debug)]
 struct Victim {
     sequence: Sequence,
@@ -120,16 +125,28 @@ struct Open {
     /// Records that have a place: whole, in flight or failed.
     places: u64,
     failed_seals: u32,
-    /// Nobody could be chosen while this was open.
+    /// Somebody was to be chosen while this was open.
     asked: bool,
     /// The next segment could not be made while this was open.
     alone: bool,
+    /// It has taken a record since the store began: until somebody writes, nothing has to go for the next one.
+    grows: bool,
 }
 
 impl Open {
     fn new(head: Head, tail: u64, entries: Vec<Entry>) -> Self {
         let places = entries.len() as u64;
-        Self { head, tail, writes: 0, entries, places, failed_seals: 0, asked: false, alone: false }
+        Self {
+            head,
+            tail,
+            writes: 0,
+            entries,
+            places,
+            failed_seals: 0,
+            asked: false,
+            alone: false,
+            grows: false,
+        }
     }
 }
 
@@ -163,7 +180,7 @@ pub struct Log {
     ahead: Option<Head>,
     /// Nothing is open and somebody has a record.
     wanted: bool,
-    /// A file is being made or removed: bytes that the drive is about to give.
+    /// A file is being made or removed, or room given back: bytes that the drive is about to give.
     making: Option<u64>,
     /// After an error, until the next attempt.
     resting: Option<Micros>,
@@ -176,6 +193,12 @@ pub struct Log {
     victim: Option<Victim>,
     /// A victim is to be chosen.
     choosing: bool,
+    /// The drive gives parts of a file back.
+    punches: bool,
+    /// Something is to be given back although no room is needed.
+    giving: bool,
+    /// The last release won nothing, and since then no segment was sealed or removed.
+    dry: bool,
 }
 
 impl Log {
@@ -196,6 +219,9 @@ impl Log {
             small: 0,
             victim: None,
             choosing: false,
+            punches: true,
+            giving: false,
+            dry: false,
         }
     }
 
@@ -236,16 +262,81 @@ impl Log {
         self.small = bytes;
     }
 
-    /// Whether the next segment needs another one's room.
+    /// Whether there is no room for the next segment.
     pub fn is_pressed(&self) -> bool {
-        if self.ahead.is_some() {
-            return false;
-        }
-        let beside = self.limits.reserve.saturating_sub(self.small) + SLACK;
-        self.used() + beside + self.limits.segment > self.limits.capacity
+        self.missing() > 0
     }
 
-    /// Segments that may make room, in ascending order, with the bytes that each takes.
+    /// Bytes that the next segment lacks.
+    fn missing(&self) -> u64 {
+        if self.ahead.is_some() {
+            return 0;
+        }
+        let beside = self.limits.reserve.saturating_sub(self.small) + SLACK;
+        (self.used() + beside + self.limits.segment).saturating_sub(self.limits.capacity)
+    }
+
+    /// Room comes back by segments only.
+    pub fn cannot_punch(&mut self) {
+        self.punches = false;
+    }
+
+    pub fn punches(&self) -> bool {
+        self.punches
+    }
+
+    /// Something can be given back.
+    pub fn give_back(&mut self) {
+        self.giving = self.punches;
+    }
+
+    /// What the drive has given a segment.
+    pub fn set_taken(&mut self, sequence: Sequence, taken: u64) {
+        if let Some(segment) = self.segments.get_mut(&sequence) {
+            segment.taken = taken;
+        }
+    }
+
+    pub fn is_sealed(&self, sequence: Sequence) -> bool {
+        self.segments.get(&sequence).is_some_and(|segment| segment.sealed)
+    }
+
+    /// Whether rows of it may be released: their room comes back, sooner or later.
+    pub fn may_release(&self, sequence: Sequence) -> bool {
+        let may = |segment: &Segment| !segment.dying && (segment.sealed || !self.punches);
+        self.victim() != Some(sequence)
+            && self.segments.get(&sequence).is_some_and(may)
+            && !self.is_young(sequence)
+    }
+
+    /// No row of the segment is left: it goes as soon as nobody reads it, and `until` is durable.
+    pub fn vacate(&mut self, sequence: Sequence, until: Option<Sequence>) {
+        if !self.is_young(sequence)
+            && let Some(segment) = self.segments.get_mut(&sequence)
+        {
+            segment.dying = true;
+            segment.until = until.or(segment.until);
+        }
+    }
+
+    /// A segment that can go.
+    fn removable(&self) -> Option<Sequence> {
+        let may = |(sequence, segment): &(&Sequence, &Segment)| {
+            segment.dying
+                && segment.reads == 0
+                && Some(**sequence) != self.victim()
+                && !self.is_bound(segment)
+        };
+        self.segments.iter().find(may).map(|(sequence, _)| *sequence)
+    }
+
+    /// Whether one segment is to be emptied into the open one: there are too many, or room comes back in no other way.
+    fn is_crowded(&self) -> bool {
+        let most = 2 * self.limits.capacity / self.limits.segment;
+        if self.punches { self.segments.len() as u64 > most } else { self.is_pressed() }
+    }
+
+    /// Segments that may be emptied, in ascending order, with the bytes that each takes.
     pub fn eligible(&self) -> Vec<(Sequence, u64)> {
         let may = |(sequence, segment): &(&Sequence, &Segment)| {
             !segment.dying && !self.is_young(**sequence) && !self.is_bound(segment)
@@ -316,13 +407,13 @@ impl Log {
         }
         self.open =
             self.open.take().or_else(|| self.ahead.take().map(|head| Open::new(head, PAGE64, Vec::new())));
-        let pressed = self.is_pressed();
+        let crowded = self.is_crowded();
         let Some(open) = &mut self.open else {
             self.wanted = true;
             return Room::Wait;
         };
         // With five eighths of the room left, what can be pinned at most of the best victim (half) fits, foot included.
-        let chooses = pressed && self.victim.is_none() && !open.asked && open.places > 0;
+        let chooses = crowded && self.victim.is_none() && !open.asked && open.places > 0;
         if chooses && open.tail + record > open.head.size / 8 * 3 {
             self.choosing = true;
             return Room::Wait;
@@ -359,29 +450,28 @@ impl Log {
         if let Some(victim) = &mut self.victim {
             victim.moves = victim.moves.saturating_sub(1);
             if victim.moves == 0 {
-                victim.held_free = 0;
+                self.victim = None;
             }
         }
     }
 
     /// The answer to [`Step::Choose`]: a segment, how many rows of it will be moved, and the bytes of their records.
     pub fn chosen(&mut self, choice: Option<(Sequence, u64, u64)>, now: Micros) {
-        if let Some((sequence, moves, held_free)) = choice {
+        if let Some((sequence, moves, held_free)) = choice.filter(|(_, moves, _)| *moves > 0) {
             self.victim = Some(Victim { sequence, moves, held_free });
-        } else if let Some(open) = &mut self.open {
-            open.asked = true;
-        } else {
-            self.stop("pinned rows are in every segment: there is no room for others".into(), now);
+        }
+        match &mut self.open {
+            Some(open) => open.asked = true,
+            None if choice.is_none() => {
+                self.stop("pinned rows are in every segment: there is no room for others".into(), now);
+            }
+            None => {}
         }
     }
 
-    /// The victim stays after all: it holds what must not go. Another one is chosen.
-    pub fn spare(&mut self) {
-        if let Some(victim) = self.victim.take()
-            && let Some(segment) = self.segments.get_mut(&victim.sequence)
-        {
-            segment.dying = false;
-        }
+    /// The segment of which rows are being moved.
+    pub fn victim(&self) -> Option<Sequence> {
+        self.victim.map(|victim| victim.sequence)
     }
 
     /// A record is whole.
@@ -422,13 +512,13 @@ impl Log {
         self.resting
     }
 
-    /// What to do now. Each step but [`Step::Choose`] and [`Step::Forget`] is followed by [`Log::stepped`].
+    /// What to do now. Each step but [`Step::Choose`] is followed by [`Log::stepped`].
     pub fn step(&mut self, now: Micros) -> Option<Step> {
         if self.resting.is_some_and(|at| now < at) {
             return None;
         }
         self.resting = None;
-        let moves = self.victim.is_some_and(|victim| victim.moves > 0);
+        let moves = self.victim.is_some();
         if self.stopped.is_some() && self.sealing.is_none() && !moves {
             self.begin_seal();
             self.go_on();
@@ -446,16 +536,32 @@ impl Log {
             *stage = Stage::Syncing;
             return Some(Step::Sync(segment.head.sequence));
         }
-        if self.making.is_some() || moves || !self.wants_next() {
+        if self.making.is_some() {
             return None;
         }
-        let step = self.make_room(now);
+        let step = self.file_step(moves, now);
         self.making = step.as_ref().and_then(|step| match step {
             Step::Create(head) => Some(head.size),
-            Step::Remove(_) => Some(0),
+            Step::Remove(_) | Step::Release { .. } => Some(0),
             _ => None,
         });
         step
+    }
+
+    /// What the lane of files does next.
+    fn file_step(&mut self, moves: bool, now: Micros) -> Option<Step> {
+        if self.stopped.is_none() || self.wants_next() {
+            if let Some(sequence) = self.removable() {
+                return Some(Step::Remove(sequence));
+            }
+            if std::mem::take(&mut self.giving) {
+                return Some(Step::Release { bytes: 0 });
+            }
+        }
+        if moves || !self.wants_next() {
+            return None;
+        }
+        self.make_room(now)
     }
 
     /// Whether it is time for the next segment.
@@ -464,7 +570,9 @@ impl Log {
             return false;
         }
         match &self.open {
-            Some(open) => self.stopped.is_none() && !open.alone && open.tail >= open.head.size / 2,
+            Some(open) => {
+                self.stopped.is_none() && open.grows && !open.alone && open.tail >= open.head.size / 2
+            }
             // A drive that failed has to prove that it writes again before it is given more.
             None => self.wanted && (self.stopped.is_none() || self.sealing.is_none()),
         }
@@ -473,7 +581,7 @@ impl Log {
     /// A step has ended. After success there may be a next one at once.
     pub fn stepped(&mut self, step: &Step, result: Result<u64, String>, now: Micros) -> Option<Step> {
         match step {
-            Step::Remove(_) | Step::Create(_) => {
+            Step::Remove(_) | Step::Create(_) | Step::Release { .. } => {
                 self.making = None;
                 match result {
                     Ok(taken) => self.made(step, taken),
@@ -489,7 +597,7 @@ impl Log {
                     None
                 }
             },
-            Step::Choose { .. } | Step::Forget(_) => None,
+            Step::Choose { .. } => None,
         }
     }
 
@@ -511,6 +619,7 @@ impl Log {
             Stage::Settling => {
                 self.segments.get_mut(&sequence).expect("a segment that is sealed exists").sealed = true;
                 self.sealing = None;
+                self.dry = false;
                 self.go_on();
                 None
             }
@@ -531,9 +640,10 @@ impl Log {
         match step {
             Step::Remove(sequence) => {
                 self.segments.remove(sequence);
-                self.victim = None;
                 self.reclaimed += 1;
+                self.dry = false;
             }
+            Step::Release { bytes } => self.dry = *bytes > 0 && taken == 0,
             Step::Create(head) => {
                 self.found(head.sequence, taken.max(head.size), false);
                 self.ahead = Some(*head);
@@ -560,11 +670,7 @@ impl Log {
     }
 
     fn make_room(&mut self, now: Micros) -> Option<Step> {
-        let victim =
-            self.victim.and_then(|victim| Some((victim.sequence, *self.segments.get(&victim.sequence)?)));
-        let going = victim.is_some_and(|(_, segment)| segment.dying);
-        if !going && !self.is_pressed() {
-            self.victim = None;
+        if !self.is_pressed() {
             let head = Head { store: self.limits.store, sequence: self.next, size: self.limits.segment };
             self.next = Sequence(self.next.0 + 1);
             return Some(Step::Create(head));
@@ -576,23 +682,14 @@ impl Log {
             self.not_made(why, now);
             return None;
         }
-        if victim
-            .is_some_and(|(_, segment)| !going && segment.until.is_some_and(|until| self.is_young(until)))
-        {
-            // It goes once what was moved out of it is durable.
-            return None;
+        if self.punches && !self.dry {
+            return Some(Step::Release { bytes: self.missing() });
         }
-        let Some((sequence, segment)) = victim.filter(|(_, segment)| going || !self.is_bound(segment)) else {
-            self.victim = None;
-            // While there is an open one it says itself when it is time to choose.
-            let waits = self.open.is_some() || self.sealing.is_some() || self.eligible().is_empty();
-            return (!waits).then_some(Step::Choose { room: 0 });
-        };
-        if !segment.dying {
-            self.segments.get_mut(&sequence).expect("looked at just now").dying = true;
-            return Some(Step::Forget(sequence));
-        }
-        (segment.reads == 0).then_some(Step::Remove(sequence))
+        // What is going makes room when its reads have ended; and while there is an open one it says itself when it is
+        // time to choose.
+        let going = self.segments.values().any(|segment| segment.dying && !self.is_bound(segment));
+        let waits = going || self.open.is_some() || self.sealing.is_some() || self.eligible().is_empty();
+        (!waits).then_some(Step::Choose { room: 0 })
     }
 
     /// Stops taking rows until the next attempt has worked. What is under way goes on.
@@ -614,6 +711,7 @@ fn take(open: &mut Open, record: u64) -> u32 {
     open.tail += record;
     open.places += 1;
     open.writes += 1;
+    open.grows = true;
     page
 }
 
@@ -652,7 +750,7 @@ mod tests {
             lane: usize,
             well: bool,
         },
-        /// Who makes room, of those that may, and how many of its rows are moved.
+        /// Who is emptied, of those that may, and how many of its rows are moved; who gives how much room back.
         Choose {
             nth: usize,
             moves: usize,
@@ -662,8 +760,6 @@ mod tests {
             well: bool,
         },
         MoveEnds,
-        /// What was to make room holds what must not go.
-        Spare,
         Wait,
     }
 
@@ -679,7 +775,6 @@ mod tests {
             2 => (0..4_usize, 0..4_usize).prop_map(|(nth, moves)| Act::Choose { nth, moves }),
             3 => any::<bool>().prop_map(|well| Act::MoveBegins { well }),
             3 => Just(Act::MoveEnds),
-            1 => Just(Act::Spare),
             2 => Just(Act::Wait),
         ];
         proptest::collection::vec(one, 0..600)
@@ -706,11 +801,10 @@ mod tests {
         durable: Vec<Sequence>,
         footed: Vec<Sequence>,
         victim: Option<Sequence>,
-        spares: bool,
     }
 
     impl World {
-        /// Everything that was held lies in segments that may go sometime; the one chosen is one that may go now.
+        /// The one chosen is one that may go now.
         fn choose(&mut self, log: &mut Log, room: u64) {
             let may = log.eligible();
             assert!(
@@ -720,21 +814,46 @@ mod tests {
             assert_eq!(self.to_move + self.moving.len(), 0, "one victim at a time");
             let most = room / (record_bytes(ROW) + super::super::format::ENTRY as u64);
             let moves = (self.choice.1 as u64).min(most);
-            self.victim = may.get(self.choice.0 % may.len().max(1)).map(|(sequence, _)| *sequence);
+            let victim = may.get(self.choice.0 % may.len().max(1)).map(|(sequence, _)| *sequence);
+            if let Some(sequence) = victim.filter(|_| moves == 0) {
+                self.forgotten.push(sequence);
+                log.vacate(sequence, None);
+            }
+            self.victim = victim.filter(|_| moves > 0);
             self.to_move = if self.victim.is_some() { usize::try_from(moves).unwrap() } else { 0 };
-            log.chosen(self.victim.map(|v| (v, moves, moves * record_bytes(ROW))), self.now);
+            log.chosen(victim.map(|v| (v, moves, moves * record_bytes(ROW))), self.now);
+        }
+
+        /// All of its rows are moved, or were not to be had.
+        fn emptied(&mut self, log: &mut Log) {
+            if log.victim().is_none()
+                && let Some(sequence) = self.victim.take()
+            {
+                self.forgotten.push(sequence);
+                log.vacate(sequence, None);
+            }
+        }
+
+        /// Sealed segments give room back until there is enough, or none of them can.
+        fn release(&mut self, log: &mut Log, bytes: u64) -> u64 {
+            let mut won = 0;
+            let may: Vec<_> = self.files.keys().copied().filter(|s| log.may_release(*s)).collect();
+            assert!(may.iter().all(|s| self.durable.contains(s) && log.unsealed().all(|young| young != *s)));
+            for sequence in may.into_iter().skip(self.choice.0) {
+                let taken = self.files.get_mut(&sequence).unwrap();
+                let most = taken.saturating_sub(3 * PAGE64);
+                let gives = bytes.saturating_sub(won).next_multiple_of(PAGE64).min(most);
+                *taken -= gives;
+                log.set_taken(sequence, *taken);
+                won += gives;
+            }
+            won
         }
 
         fn begin(&mut self, log: &mut Log, step: Step) {
             match &step {
                 Step::Choose { room } => return self.choose(log, *room),
-                Step::Forget(sequence) => {
-                    assert_eq!(Some(*sequence), self.victim, "another one was chosen");
-                    if std::mem::take(&mut self.spares) {
-                        return log.spare();
-                    }
-                    return self.forgotten.push(*sequence);
-                }
+                Step::Release { .. } => assert!(log.punches()),
                 Step::Sync(sequence) | Step::Foot { sequence, .. } => {
                     assert!(self.writing.iter().all(|(s, _)| s != sequence), "sealed under its writes");
                 }
@@ -750,7 +869,7 @@ mod tests {
                     assert!(used + head.size <= LIMITS.capacity, "over the capacity");
                 }
             }
-            let lane = usize::from(matches!(step, Step::Remove(_) | Step::Create(_)));
+            let lane = usize::from(!matches!(step, Step::Sync(_) | Step::Foot { .. }));
             assert!(self.steps[lane].replace(step).is_none(), "one step at a time");
         }
 
@@ -840,7 +959,11 @@ mod tests {
                     if well {
                         self.ends_well(&step);
                     }
-                    let result = if well { Ok(LIMITS.segment) } else { Err("broken".into()) };
+                    let won = match &step {
+                        Step::Release { bytes } if well => self.release(log, *bytes),
+                        _ => LIMITS.segment,
+                    };
+                    let result = if well { Ok(won) } else { Err("broken".into()) };
                     if let Some(next) = log.stepped(&step, result, self.now) {
                         self.begin(log, next);
                     }
@@ -848,7 +971,6 @@ mod tests {
                 Act::Choose { nth, moves } => self.choice = (nth, moves),
                 Act::MoveBegins { well } => self.begin_move(log, well),
                 Act::MoveEnds => self.end_move(log),
-                Act::Spare => self.spares = true,
                 Act::Wait => self.now = self.now.plus(RETRY / 2),
             }
             // Nobody moves while the drive does not write.
@@ -856,6 +978,7 @@ mod tests {
                 self.to_move -= 1;
                 log.move_ended();
             }
+            self.emptied(log);
             while let Some(step) = log.step(self.now) {
                 self.begin(log, step);
             }
@@ -864,8 +987,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_happens_the_log_keeps_its_order_and_its_capacity(acts in acts()) {
+        fn whatever_happens_the_log_keeps_its_order_and_its_capacity(acts in acts(), punches: bool) {
             let mut log = Log::new(LIMITS, Sequence(1));
+            if !punches {
+                log.cannot_punch();
+            }
             let mut world = World::default();
             for act in acts {
                 world.act(&mut log, act);

@@ -5,8 +5,9 @@
 //! done to the live image, reported as failed, and so is everything after it. [`Mem::after_cut`] then gives the drive
 //! that the next start would find. Reads are counted apart, because only [`Mem::break_at`] fails them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Error, ErrorKind};
+use std::ops::Range;
 use std::sync::Arc;
 
 use nix::errno::Errno;
@@ -57,36 +58,90 @@ pub enum Failure {
     Short,
 }
 
+/// A file's bytes. Pages that are holes are zeros and take no room.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Content {
+    bytes: Vec<u8>,
+    holes: BTreeSet<usize>,
+}
+
+impl Content {
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+        for page in at / PAGE..(at + bytes.len()).div_ceil(PAGE) {
+            self.holes.remove(&page);
+        }
+    }
+
+    /// Of whole pages.
+    fn punch(&mut self, part: Range<usize>) {
+        self.bytes[part.clone()].fill(0);
+        self.holes.extend(part.start / PAGE..part.end / PAGE);
+    }
+
+    fn page(&self, page: usize) -> (&[u8], bool) {
+        let end = self.bytes.len().min((page + 1) * PAGE);
+        (&self.bytes[page * PAGE..end], self.holes.contains(&page))
+    }
+
+    fn taken(&self) -> u64 {
+        (self.bytes.len() - self.holes.len() * PAGE) as u64
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Change {
+    Write(usize, Vec<u8>),
+    Punch(Range<usize>),
+}
+
+impl Change {
+    fn apply(&self, content: &mut Content) {
+        match self {
+            Self::Write(at, bytes) => content.write(*at, bytes),
+            Self::Punch(part) => content.punch(part.clone()),
+        }
+    }
+}
+
 #[derive(Clone, Debug, Default)]
 struct Image {
-    live: Vec<u8>,
-    durable: Vec<u8>,
-    /// What was written since the last sync, in order: where, and what.
-    unsynced: Vec<(usize, Vec<u8>)>,
+    live: Content,
+    durable: Content,
+    /// What was changed since the last sync, in order.
+    unsynced: Vec<Change>,
 }
 
 impl Image {
     /// A file that is all durable.
-    fn whole(bytes: Vec<u8>) -> Self {
-        Self { durable: bytes.clone(), live: bytes, unsynced: Vec::new() }
+    fn whole(content: Content) -> Self {
+        Self { durable: content.clone(), live: content, unsynced: Vec::new() }
     }
 
-    fn write(&mut self, at: usize, bytes: &[u8]) {
-        self.live[at..at + bytes.len()].copy_from_slice(bytes);
-        self.unsynced.push((at, bytes.to_vec()));
+    fn of(bytes: Vec<u8>) -> Self {
+        Self::whole(Content { bytes, holes: BTreeSet::new() })
+    }
+
+    fn change(&mut self, change: Change) {
+        change.apply(&mut self.live);
+        self.unsynced.push(change);
     }
 
     /// What a cut leaves of this file.
-    fn after_cut(&self, loss: Loss, coin: &mut Coin) -> Vec<u8> {
+    fn after_cut(&self, loss: Loss, coin: &mut Coin) -> Content {
         let mut left = self.durable.clone();
-        left.resize(self.live.len(), 0);
+        left.bytes.resize(self.live.bytes.len(), 0);
         match loss {
             Loss::All => {}
-            Loss::None => left.copy_from_slice(&self.live),
+            Loss::None => left.clone_from(&self.live),
             Loss::Torn(_) => {
-                for (page, live) in left.chunks_mut(PAGE).zip(self.live.chunks(PAGE)) {
-                    if page != live && coin.toss() {
-                        page.copy_from_slice(live);
+                for page in 0..self.live.bytes.len().div_ceil(PAGE) {
+                    let (bytes, is_hole) = self.live.page(page);
+                    if left.page(page) != (bytes, is_hole) && coin.toss() {
+                        left.write(page * PAGE, bytes);
+                        if is_hole {
+                            left.holes.insert(page);
+                        }
                     }
                 }
             }
@@ -95,9 +150,9 @@ impl Image {
                 for n in (1..order.len()).rev() {
                     order.swap(n, usize::try_from(coin.next() % (n as u64 + 1)).unwrap_or(n));
                 }
-                for (at, bytes) in order {
+                for change in order {
                     if coin.toss() {
-                        left[*at..at + bytes.len()].copy_from_slice(bytes);
+                        change.apply(&mut left);
                     }
                 }
             }
@@ -121,6 +176,8 @@ struct State {
     broken: Option<(u64, Failure)>,
     /// Syncs of files report success and do nothing.
     lies: bool,
+    /// It has no holes.
+    solid: bool,
     open: bool,
 }
 
@@ -254,6 +311,55 @@ impl Mem {
         self.0.lock().lies = true;
     }
 
+    /// From now on it is a drive that cannot give parts of a file back, nor tell its holes.
+    pub fn without_holes(&self) {
+        self.0.lock().solid = true;
+    }
+
+    pub fn can_punch(&self) -> bool {
+        !self.0.lock().solid
+    }
+
+    /// Each part is a change of its own.
+    pub fn punch(&self, name: &str, parts: &[Range<u64>]) -> io::Result<()> {
+        let mut state = self.0.lock();
+        if state.solid {
+            return Err(Errno::EOPNOTSUPP.into());
+        }
+        for part in parts {
+            let at = |offset: u64| usize::try_from(offset).map_err(Error::other);
+            let part = at(part.start)?..at(part.end)?;
+            state.change(|s| {
+                let image = s.file(name)?;
+                if part.end > image.live.bytes.len() || part.start % PAGE + part.end % PAGE > 0 {
+                    return Err(ErrorKind::InvalidInput.into());
+                }
+                image.change(Change::Punch(part));
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    pub fn taken(&self, name: &str) -> io::Result<u64> {
+        Ok(self.0.lock().file(name)?.live.taken())
+    }
+
+    /// Parts that were punched, ascending.
+    pub fn holes(&self, name: &str) -> Vec<Range<u64>> {
+        let mut holes: Vec<Range<u64>> = Vec::new();
+        let state = self.0.lock();
+        let pages = state.files.get(name).filter(|_| !state.solid).map(|image| &image.live.holes);
+        for &page in pages.into_iter().flatten() {
+            let at = (page * PAGE) as u64;
+            match holes.last_mut() {
+                Some(last) if last.end == at => last.end += PAGE as u64,
+                _ => holes.push(at..at + PAGE as u64),
+            }
+        }
+        holes
+    }
+
     /// Nothing fails any more.
     pub fn mend(&self) {
         let mut state = self.0.lock();
@@ -293,7 +399,8 @@ impl Mem {
                 files.insert(name, Image::whole(image.after_cut(loss, &mut coin)));
             }
         }
-        Self(Arc::new(Mutex::new(State { durable_names: files.clone(), files, ..State::default() })))
+        let solid = state.solid;
+        Self(Arc::new(Mutex::new(State { durable_names: files.clone(), files, solid, ..State::default() })))
     }
 
     /// Flips bits of a byte wherever it is kept, durable or not, as rot does. False when the file has no such byte.
@@ -303,9 +410,12 @@ impl Mem {
         let images = [state.files.get_mut(name), state.durable_names.get_mut(name)];
         let mut flipped = false;
         for image in images.into_iter().flatten() {
-            let unsynced =
-                image.unsynced.iter_mut().filter_map(|(from, bytes)| bytes.get_mut(at.checked_sub(*from)?));
-            for byte in image.live.get_mut(at).into_iter().chain(image.durable.get_mut(at)).chain(unsynced) {
+            let unsynced = image.unsynced.iter_mut().filter_map(|change| match change {
+                Change::Write(from, bytes) => bytes.get_mut(at.checked_sub(*from)?),
+                Change::Punch(_) => None,
+            });
+            let (live, durable) = (image.live.bytes.get_mut(at), image.durable.bytes.get_mut(at));
+            for byte in live.into_iter().chain(durable).chain(unsynced) {
                 *byte ^= bits;
                 flipped = true;
             }
@@ -317,8 +427,13 @@ impl Mem {
     pub fn with_file<T>(&self, name: &str, look: impl FnOnce(&mut Vec<u8>) -> T) -> Option<T> {
         let mut state = self.0.lock();
         let image = state.files.get_mut(name)?;
-        let seen = look(&mut image.live);
-        *image = Image::whole(std::mem::take(&mut image.live));
+        let mut live = std::mem::take(&mut image.live);
+        let seen = look(&mut live.bytes);
+        let still = |page: &usize| {
+            live.bytes.get(page * PAGE..(page + 1) * PAGE).is_some_and(|page| page.iter().all(|b| *b == 0))
+        };
+        live.holes.retain(still);
+        *image = Image::whole(live);
         let image = image.clone();
         state.durable_names.insert(name.to_owned(), image);
         Some(seen)
@@ -326,12 +441,12 @@ impl Mem {
 
     /// Lets a test look at a file as it is read.
     pub fn with_bytes<T>(&self, name: &str, look: impl FnOnce(&[u8]) -> T) -> Option<T> {
-        self.0.lock().files.get(name).map(|image| look(&image.live))
+        self.0.lock().files.get(name).map(|image| look(&image.live.bytes))
     }
 
     /// Puts a file there, whole and durable.
     pub fn put_file(&self, name: &str, bytes: Vec<u8>) {
-        let image = Image::whole(bytes);
+        let image = Image::of(bytes);
         let mut state = self.0.lock();
         state.durable_names.insert(name.to_owned(), image.clone());
         state.files.insert(name.to_owned(), image);
@@ -348,8 +463,8 @@ impl Mem {
 
     pub fn list(&self) -> Vec<Found> {
         let found = |(name, image): (&String, &Image)| {
-            let len = image.live.len() as u64;
-            Found { name: name.clone(), len, taken: len, is_file: true, modified: 0 }
+            let (len, taken) = (image.live.bytes.len() as u64, image.live.taken());
+            Found { name: name.clone(), len, taken, is_file: true, modified: 0 }
         };
         self.0.lock().files.iter().map(found).collect()
     }
@@ -366,8 +481,8 @@ impl Mem {
         let made = state
             .change(|s| {
                 let mut image = Image::default();
-                image.live.resize(usize::try_from(size).map_err(Error::other)?, 0);
-                image.write(0, head);
+                image.live.bytes.resize(usize::try_from(size).map_err(Error::other)?, 0);
+                image.change(Change::Write(0, head.to_vec()));
                 s.files.insert(unfinished.clone(), image);
                 Ok(())
             })
@@ -387,10 +502,10 @@ impl Mem {
         let mut state = self.0.lock();
         let made = state
             .change(|s| {
-                s.files.insert(
-                    unfinished.clone(),
-                    Image { live: bytes.to_vec(), durable: Vec::new(), unsynced: vec![(0, bytes.to_vec())] },
-                );
+                let mut image = Image::default();
+                image.live.bytes.resize(bytes.len(), 0);
+                image.change(Change::Write(0, bytes.to_vec()));
+                s.files.insert(unfinished.clone(), image);
                 Ok(())
             })
             .and_then(|()| state.publish(&unfinished, name));
@@ -418,7 +533,7 @@ impl Mem {
     pub fn read(&self, name: &str, offset: u64, buffer: &mut Buffer) -> io::Result<usize> {
         let mut state = self.0.lock();
         state.touch().map_err(errno)?;
-        let live = &state.file(name)?.live;
+        let live = &state.file(name)?.live.bytes;
         let start = usize::try_from(offset).map_err(Error::other)?.min(live.len());
         let len = buffer.len().min(live.len() - start);
         buffer[..len].copy_from_slice(&live[start..start + len]);
@@ -438,7 +553,7 @@ impl Mem {
     fn read_op(&self, name: &str, op: &mut Op) -> io::Result<()> {
         let mut state = self.0.lock();
         let touched = state.touch();
-        let live = &state.file(name)?.live;
+        let live = &state.file(name)?.live.bytes;
         let start = usize::try_from(op.offset).map_err(Error::other)?;
         if let Err(failure) = touched {
             if failure == Failure::Short
@@ -469,10 +584,11 @@ impl Mem {
             Err(_) => 0,
         };
         let image = state.file(name)?;
-        if start + bytes.len() > image.live.len() {
+        if start + bytes.len() > image.live.bytes.len() {
             return Err(ErrorKind::WriteZero.into());
         }
-        image.write(start, &bytes[..share]);
+        bytes.truncate(share);
+        image.change(Change::Write(start, bytes));
         outcome.map_err(|(error, ..)| error)
     }
 }

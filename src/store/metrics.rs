@@ -25,7 +25,9 @@ pub struct Metrics {
     pub rows: IntGauge,
     pub segments: IntGauge,
     pub reclaimed: IntCounter,
-    /// Payload bytes copied out of segments that make room.
+    /// Rows that went because room was needed.
+    pub released: IntCounter,
+    /// Payload bytes copied out of segments that are emptied.
     pub moved_bytes: IntCounter,
     /// Rows offered and not kept, because what is held is worth more.
     pub refused: IntCounter,
@@ -62,9 +64,11 @@ impl Metrics {
             capacity_bytes: meter.gauge("store_capacity_bytes", "Most bytes the store takes on the drive"),
             rows: meter.gauge("store_rows", "Rows held"),
             segments: meter.gauge("store_segments", "Segment files"),
-            reclaimed: meter.counter("store_segments_reclaimed_total", "Segments removed to make room"),
+            reclaimed: meter
+                .counter("store_segments_reclaimed_total", "Segments removed: no row was left in them"),
+            released: meter.counter("store_rows_released_total", "Rows that went because room was needed"),
             moved_bytes: meter
-                .counter("store_moved_bytes_total", "Payload bytes copied out of segments that make room"),
+                .counter("store_moved_bytes_total", "Payload bytes copied out of segments that are emptied"),
             refused: meter.counter(
                 "store_rows_refused_total",
                 "Rows offered and not kept, because what is held is worth more",

@@ -18,6 +18,7 @@ mod disk;
 mod folder;
 mod format;
 mod hands;
+mod holes;
 mod index;
 mod inspect;
 #[cfg(any(test, fuzzing))]
@@ -58,7 +59,6 @@ use self::hands::Hands;
 use self::index::Index;
 pub use self::index::{Change, ChangeKind};
 pub use self::inspect::{Located, inspect};
-use self::marks::{MARKS, Marks};
 pub use self::mem::{Failure, Loss, Mem};
 use self::metrics::Metrics;
 pub use self::patrol::Rounds;
@@ -95,8 +95,13 @@ const CAPACITY_MIN: u64 = MARGIN + SEGMENTS_MIN * SEGMENT_MIN;
 /// Room that is left beside the segments for the identity and what the file system adds to each file.
 const MARGIN: u64 = 64 << 10;
 
-/// Bytes of a capacity that never become segments.
-pub const BESIDE_SEGMENTS: u64 = MARGIN;
+/// The least capacity that holds so many segments of so many bytes.
+pub fn capacity_for(segments: u64, segment: u64) -> u64 {
+    let bytes = segments * segment + MARGIN;
+    // What is set aside depends on the whole, by far less than it.
+    let once = bytes + marks::reserve(bytes);
+    bytes + marks::reserve(once)
+}
 
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -205,8 +210,11 @@ pub struct Status {
     pub loaded: u64,
     pub served: u64,
     pub failed: u64,
+    /// Segments removed because no row was left in them.
     pub reclaimed: u64,
-    /// Payload bytes of rows that were copied out of segments that made room.
+    /// Rows that went because room was needed.
+    pub released: u64,
+    /// Payload bytes of rows that were copied out of segments that were emptied.
     pub moved_bytes: u64,
     /// Rows offered that were not kept because what is held is worth more.
     pub refused: u64,
@@ -298,7 +306,7 @@ impl Store {
         let mut notes = Vec::new();
         let depth = options.queue_depth.clamp(1, 1024);
         let (files, disk, hands) = start_disk(&options, disk, depth, on_done, &mut notes)?;
-        let mut found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
+        let found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
         let mut opened = found.opened;
         opened.io = disk.name().to_owned();
         opened.notes.splice(0..0, notes.iter().cloned());
@@ -306,7 +314,6 @@ impl Store {
             Clock::Real(_) => unix_seconds().saturating_sub(clock.now().0 / 1_000_000),
             Clock::Sim(_) => 0,
         };
-        let marks = load_marks(&files, &mut found.index, &mut opened);
         let metrics = Metrics::new(meter);
         metrics.damaged.inc_by(opened.damaged);
         metrics.capacity_bytes.set(i64::try_from(capacity).unwrap_or(i64::MAX));
@@ -331,7 +338,7 @@ impl Store {
             store: found.store,
             log: found.log,
             handles: found.handles,
-            marks,
+            marks: found.marks,
             epoch,
         });
         hands::thread("store", move || work.run(&events))?;
@@ -477,7 +484,8 @@ impl Store {
         self.mark(space, Mark::Unpin(keys)).await
     }
 
-    /// Takes rows out for good; pinned ones too. Their bytes go with their segments. Gives how many were held.
+    /// Takes rows out for good; pinned ones too. Their room comes back at once where their segment is sealed. Gives how
+    /// many were held.
     ///
     /// # Errors
     /// [`Error::TooManyMarks`], and then none is gone.
@@ -536,6 +544,7 @@ impl Store {
             served: facts.served,
             failed: facts.failed,
             reclaimed: facts.reclaimed,
+            released: facts.released,
             moved_bytes: facts.moved_bytes,
             refused: facts.refused,
             pinned: facts.pinned,
@@ -615,40 +624,6 @@ fn seconds(epoch: u64, now: Micros) -> u32 {
     u32::try_from(epoch + now.0 / 1_000_000).unwrap_or(u32::MAX)
 }
 
-/// Reads what people said about rows, and takes out what they dropped.
-fn load_marks(files: &Files, index: &mut Index, opened: &mut Opened) -> Marks {
-    let read = files.open(MARKS).and_then(|handle| {
-        let most = usize::try_from(marks::FILE_MAX).expect("a few MiB");
-        let mut bytes = disk::Buffer::zeroed(most);
-        let len = files.read(&handle, 0, &mut bytes)?;
-        bytes.truncate(len);
-        Ok(bytes)
-    });
-    let marks = match read.map(|bytes| Marks::decode(&bytes)) {
-        Ok(Ok(marks)) => marks,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Marks::default(),
-        Ok(Err(bad)) => return without_marks(&bad.to_string(), opened),
-        Err(e) => return without_marks(&e.to_string(), opened),
-    };
-    let (rows, spaces) = marks.dropped();
-    let mut dropped: Vec<_> = rows.collect();
-    for space in spaces {
-        dropped.extend(index.subscribe(space).0.into_iter().map(|(key, _)| (space, key)));
-    }
-    for (space, key) in dropped {
-        if let Some(place) = index.get(&space, &key).filter(|place| marks.is_dropped(&space, &key, place)) {
-            index.remove(&space, &key, &place);
-        }
-    }
-    opened.rows = index.rows();
-    marks
-}
-
-fn without_marks(why: &str, opened: &mut Opened) -> Marks {
-    opened.damaged += 1;
-    opened.notes.push(format!("{MARKS}: {why}; no row is pinned or dropped"));
-    Marks::default()
-}
 /// Segments in which cold rows are looked for at one time: some thousand rows.
 const COLD_SEGMENTS: usize = 8;
 

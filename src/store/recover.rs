@@ -1,9 +1,10 @@
 //! From a folder to a log and an index: what a start finds, and what it makes of damage.
 //!
 //! Sealed segments tell what they hold by their feet; the newest ones without a foot (one that was being sealed, one
-//! that took rows, one that was to be next) are scanned, verified, and go on where they stopped. A segment whose foot is damaged is asked for its records instead, as long as that takes little;
-//! what is not found then is room that is reclaimed in its turn. Heads and feet are read by several threads while
-//! another one fills the index: a million rows are there in a second or two.
+//! that took rows, one that was to be next) are scanned, verified, and go on where they stopped. A segment whose foot
+//! is damaged is asked for its records instead, as long as that takes little; what is not found then is room that is
+//! reclaimed in its turn. Rows that were released lie in holes, and do not come back. Heads and feet are read by
+//! several threads while another one fills the index: a million rows are there in a second or two.
 //!
 //! Whatever is not ours is left where it is, counted against the capacity and reported. A file with a segment's name
 //! and nobody's head is set aside in the same way, so that somebody can look at it, but not for ever: such files take
@@ -14,14 +15,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 
-use super::disk::{Files, Found, Handle};
+use super::disk::{Buffer, Files, Found, Handle};
 use super::folder::{LOCK, UNFINISHED};
 use super::format::{Bad, Entry, Head, Identity, PAGE64, Sequence, StoreId, parse_segment_name};
+use super::holes::{Holes, Parts};
 use super::index::{Index, Place};
 use super::log::{Limits, Log};
-use super::marks::{self, MARKS};
+use super::marks::{self, MARKS, Marks};
 use super::scan::{Budget, Guess, How, NoFoot, Scan, read_first, read_foot, scan};
-use super::{Error, Opened, worth};
+use super::worth::{self, Candidate, Kind, Least, Standing};
+use super::{Error, Opened};
 
 /// Name of the identity's file.
 const IDENTITY: &str = "store";
@@ -52,6 +55,7 @@ pub struct Recovered {
     pub index: Index,
     pub handles: HashMap<Sequence, Handle>,
     pub opened: Opened,
+    pub marks: Marks,
 }
 
 /// One segment of ours.
@@ -59,6 +63,14 @@ struct Segment {
     head: Head,
     found: Found,
     handle: Handle,
+}
+
+/// What becomes of a segment.
+enum Kept {
+    Sealed,
+    Unsealed,
+    /// It is sealed or goes on behind these.
+    Young(Scan),
 }
 
 /// What a segment says that it holds.
@@ -95,10 +107,19 @@ pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, 
     let heads = recovery.read_heads(named);
     let store = recovery.identity(&heads)?;
     let segments = recovery.own(store, heads);
-    let segments = recovery.fit(capacity, segments);
-    let reserve = marks::reserve(capacity);
-    let limits = Limits { store, capacity, segment, other: recovery.other, reserve };
-    Ok(recovery.build(limits, segments))
+    recovery.clear_aside(capacity, &segments);
+    let mut index = Index::default();
+    let mut kept = recovery.read_rows(segments, &mut index);
+    let marks = recovery.load_marks(&mut index);
+    recovery.fit(capacity, &mut kept, &mut index, &marks);
+    let limits =
+        Limits { store, capacity, segment, other: recovery.other, reserve: marks::reserve(capacity) };
+    Ok(recovery.build(limits, kept, index, marks))
+}
+
+/// What a file takes, counted with what a sparse one may still take.
+fn whole(found: &Found) -> u64 {
+    found.taken.max(found.len)
 }
 
 impl Recovery<'_> {
@@ -122,7 +143,7 @@ impl Recovery<'_> {
 
     /// Leaves a file where it is: it takes room, and nothing of it is used.
     fn set_aside(&mut self, found: &Found, why: &str) {
-        self.other += found.taken;
+        self.other += whole(found);
         self.damaged(format!("{}: {why}; set aside, it still counts against the capacity", found.name));
     }
 
@@ -135,15 +156,15 @@ impl Recovery<'_> {
                 named.insert(sequence, found);
             } else if found.is_file && found.name.ends_with(UNFINISHED) {
                 if let Err(e) = self.files.remove(&found.name) {
-                    self.other += found.taken;
+                    self.other += whole(&found);
                     self.note(format!("{}: could not be removed: {e}", found.name));
                 }
             } else if found.name == IDENTITY || found.name == LOCK {
-                self.other += found.taken;
+                self.other += whole(&found);
             } else if found.name == MARKS {
-                self.small = found.taken;
+                self.small = whole(&found);
             } else {
-                self.other += found.taken;
+                self.other += whole(&found);
                 let note = format!("{}: not a file of the store; it counts against the capacity", found.name);
                 if self.opened.foreign.len() < NOTES {
                     self.opened.foreign.push(note.clone());
@@ -226,41 +247,120 @@ impl Recovery<'_> {
         segments
     }
 
-    /// Keeps the capacity: it may have been lowered, a cut may have brought back what had been removed, and somebody
-    /// may have put files here. What was set aside goes first, then the oldest segments. Files that are not ours stay;
-    /// when they alone exceed the capacity, removing ours would not bring it back.
-    fn fit(&mut self, capacity: u64, segments: Vec<Segment>) -> Vec<Segment> {
+    /// Removes what was set aside as far as its room is needed. Files that are not ours stay.
+    fn clear_aside(&mut self, capacity: u64, segments: &[Segment]) {
         let mut used = self.other + self.small + segments.iter().map(|s| s.found.taken).sum::<u64>();
-        let mut aside: u64 = self.aside.iter().map(|found| found.taken).sum();
+        let mut aside: u64 = self.aside.iter().map(whole).sum();
         for found in std::mem::take(&mut self.aside) {
             if (used > capacity || aside > capacity / ASIDE) && self.removed(&found.name) {
                 self.note(format!("{}: removed, there is no room for what cannot be read", found.name));
-                self.other -= found.taken;
-                used -= found.taken;
-                aside -= found.taken;
+                self.other -= whole(&found);
+                used -= whole(&found);
+                aside -= whole(&found);
             }
+        }
+    }
+
+    /// Keeps the capacity: it may have been lowered, a cut may have brought back what had been removed, and somebody
+    /// may have put files here. Rows go by their worth; where that wins nothing, segments go, the oldest first. Pinned
+    /// rows go last. When files that are not ours alone exceed the capacity, removing ours would not bring it back.
+    fn fit(&mut self, capacity: u64, kept: &mut Vec<(Segment, Kept)>, index: &mut Index, marks: &Marks) {
+        let used = |this: &Self, kept: &[(Segment, Kept)]| {
+            this.other + this.small + kept.iter().map(|(segment, _)| segment.found.taken).sum::<u64>()
+        };
+        if used(self, kept) <= capacity {
+            return;
         }
         if self.other > capacity {
             let other = self.other;
             self.note(format!("other files take {other} bytes, more than the capacity; no rows are taken"));
-            return segments;
+            return;
         }
-        let (mut kept, mut gone) = (Vec::with_capacity(segments.len()), 0_u32);
-        for segment in segments {
-            if used > capacity && self.removed(&segment.found.name) {
-                used -= segment.found.taken;
-                gone += 1;
-            } else {
-                kept.push(segment);
+        // What was made ahead holds nothing.
+        if let Some((segment, Kept::Young(scan))) = kept.last()
+            && scan.entries.is_empty()
+            && self.removed(&segment.found.name.clone())
+        {
+            kept.pop();
+        }
+        if used(self, kept) <= capacity {
+            return;
+        }
+        // A row that was moved may lie nowhere else.
+        for (segment, _) in kept.iter().filter(|(_, kept)| matches!(kept, Kept::Young(_))) {
+            let _ = self.files.sync_file(&segment.handle);
+        }
+        if self.files.can_punch() {
+            let over = used(self, kept) - capacity;
+            self.release(over, kept, index, marks);
+        }
+        let mut gone = 0_u32;
+        for pinned in [false, true] {
+            let mut at = 0;
+            while at < kept.len() && used(self, kept) > capacity {
+                let (segment, _) = &kept[at];
+                let sequence = segment.head.sequence;
+                let has_pins = index.rows_of(sequence).any(|(space, key, ..)| marks.is_pinned(&space, &key));
+                let name = segment.found.name.clone();
+                if has_pins == pinned && self.removed(&name) {
+                    index.forget(sequence);
+                    kept.remove(at);
+                    gone += 1;
+                } else {
+                    at += 1;
+                }
             }
         }
         if gone > 0 {
-            self.note(format!("{gone} oldest segments removed: they did not fit into the capacity"));
+            self.note(format!("{gone} segments removed: they did not fit into the capacity"));
             if let Err(e) = self.files.sync() {
                 self.note(format!("removed segments may come back: {e}"));
             }
         }
-        kept
+    }
+
+    /// Gives back so many bytes of the rows that are worth least.
+    fn release(&mut self, over: u64, kept: &mut [(Segment, Kept)], index: &mut Index, marks: &Marks) {
+        let sealed = || kept.iter().filter(|(_, kept)| matches!(kept, Kept::Sealed)).map(|(s, _)| s);
+        let rows = |sequence| index.rows_of(sequence);
+        let now = sealed().flat_map(|s| rows(s.head.sequence)).map(|(.., heat)| heat.last).max().unwrap_or(0);
+        let mut least = Least::new(over);
+        for segment in sealed() {
+            for (space, key, place, heat) in rows(segment.head.sequence) {
+                if !marks.is_pinned(&space, &key) {
+                    let density =
+                        worth::density(&heat, &place, Kind::default(), Standing::Attached, 1.0, now);
+                    least.offer(Candidate { space, key, place, density, last: heat.last });
+                }
+            }
+        }
+        let (mut parts, rows) = (Parts::default(), least.into_rows());
+        rows.iter().for_each(|row| parts.add(row.place.sequence, row.place.part()));
+        let of_parts =
+            |segment: &&Segment| parts.sequences().any(|sequence| sequence == segment.head.sequence);
+        let handles: BTreeMap<_, _> =
+            sealed().filter(of_parts).map(|s| (s.head.sequence, s.handle.clone())).collect();
+        let (taken, result) = parts.give_back(self.files, &handles);
+        for (sequence, taken) in taken {
+            if let Some((segment, _)) = kept.iter_mut().find(|(segment, _)| segment.head.sequence == sequence)
+            {
+                segment.found.taken = taken;
+            }
+        }
+        // Of a drive that failed meanwhile, what is still there stays.
+        let holes: BTreeMap<_, _> =
+            handles.iter().map(|(s, handle)| (*s, Holes::of(self.files, handle, u64::MAX))).collect();
+        let (mut gone, failed) = (0, result.is_err());
+        for row in rows {
+            let is_there = |holes: &Holes| !holes.touch(&row.place.part());
+            if !(failed && holes.get(&row.place.sequence).is_some_and(is_there)) {
+                gone += usize::from(index.remove(&row.space, &row.key, &row.place));
+            }
+        }
+        self.note(format!("{gone} rows released: they did not fit into the capacity"));
+        if let Err(e) = result {
+            self.note(format!("rows could not be released: {e}"));
+        }
     }
 
     fn removed(&mut self, name: &str) -> bool {
@@ -271,65 +371,117 @@ impl Recovery<'_> {
         removed.is_ok()
     }
 
-    fn build(mut self, limits: Limits, segments: Vec<Segment>) -> Recovered {
-        let (files, store) = (self.files, limits.store);
-        let mut log = Log::new(limits, self.next);
-        log.set_small(self.small);
-        let mut index = Index::default();
+    /// Asks every segment for its rows.
+    fn read_rows(&mut self, segments: Vec<Segment>, index: &mut Index) -> Vec<(Segment, Kept)> {
+        let files = self.files;
         let young = segments.iter().rev().nth(YOUNG - 1).map_or(Sequence(0), |s| s.head.sequence);
         let guess = Guess::default();
         let ask = |Segment { head, found, handle }: &Segment| match read_foot(files, head, handle, &guess) {
-            Ok(entries) => Told::Foot(entries),
+            Ok(mut entries) => {
+                // Nothing was given back of a file that has all of its room.
+                if found.taken < head.size {
+                    let holes = Holes::of(files, handle, head.size);
+                    entries.retain(|entry| !holes.have(entry));
+                }
+                Told::Foot(entries)
+            }
             Err(NoFoot::Unsealed) if head.sequence >= young && found.len >= head.size => {
                 Told::Young(scan(files, head, handle, found.len, How { verify: true, budget: None }))
             }
             Err(why) => Told::Nothing(why),
         };
-        let (mut unlisted, mut unsealed) = (Vec::new(), Vec::new());
+        let (mut unlisted, mut all) = (Vec::new(), Vec::with_capacity(segments.len()));
         in_order(files, &segments, ask, |segment, told| {
-            let Segment { head, found, .. } = segment;
-            match told {
+            all.push(match told {
                 Told::Foot(entries) => {
-                    log.found(head.sequence, found.taken, true);
-                    for (segment, scan) in unsealed.drain(..) {
-                        self.stays_unsealed(&mut log, segment, &scan);
-                    }
                     // Segments are alike: the first tells how many rows there will be.
                     if index.rows() == 0 {
                         index.reserve((entries.len() * segments.len()).min(AT_ONCE));
                     }
-                    entries.iter().for_each(|e| add(&mut index, segment, e));
+                    entries.iter().for_each(|e| add(index, segment, e));
+                    Kept::Sealed
                 }
                 Told::Young(scan) => {
-                    scan.entries.iter().for_each(|e| add(&mut index, segment, e));
-                    self.tell_torn(found, &scan);
-                    if scan.partial {
-                        // What could not be read may be there at the next start: nothing is written over it.
-                        log.found(head.sequence, found.taken, false);
-                    } else {
-                        unsealed.push((segment, scan));
-                    }
+                    scan.entries.iter().for_each(|e| add(index, segment, e));
+                    self.tell_torn(&segment.found, &scan);
+                    // What could not be read may be there at the next start: nothing is written over it.
+                    if scan.partial { Kept::Unsealed } else { Kept::Young(scan) }
                 }
                 Told::Nothing(why) => {
-                    log.found(head.sequence, found.taken, false);
                     unlisted.push((segment, why));
+                    Kept::Unsealed
                 }
-            }
+            });
         });
-        for (Segment { head, found, .. }, scan) in unsealed {
-            log.reopened(*head, found.taken, scan.tail, scan.entries);
+        self.ask_records(unlisted, index);
+        let mut kept: Vec<_> = segments.into_iter().zip(all).collect();
+        let sealed = kept.iter().rposition(|(_, kept)| matches!(kept, Kept::Sealed));
+        for (at, (segment, kept)) in kept.iter_mut().enumerate() {
+            let Kept::Young(scan) = kept else { continue };
+            segment.found.taken = whole(&segment.found);
+            if Some(at) < sealed {
+                // Newer ones are sealed, and this one is not: it failed to take its foot.
+                let (name, rows) = (&segment.found.name, scan.entries.len());
+                self.damaged(format!("{name}: {}; {rows} rows used", NoFoot::Unsealed));
+                *kept = Kept::Unsealed;
+            }
         }
-        self.ask_records(unlisted, &mut index);
-        self.opened.segments = log.segments();
-        self.opened.rows = index.rows();
-        let handles = segments.into_iter().map(|s| (s.head.sequence, s.handle)).collect();
-        Recovered { store, log, index, handles, opened: self.opened }
+        kept
     }
 
-    /// Newer ones are sealed, and this one is not: it failed to take its foot.
-    fn stays_unsealed(&mut self, log: &mut Log, Segment { head, found, .. }: &Segment, scan: &Scan) {
-        log.found(head.sequence, found.taken, false);
-        self.damaged(format!("{}: {}; {} rows used", found.name, NoFoot::Unsealed, scan.entries.len()));
+    fn build(
+        mut self,
+        limits: Limits,
+        kept: Vec<(Segment, Kept)>,
+        mut index: Index,
+        marks: Marks,
+    ) -> Recovered {
+        let mut log = Log::new(limits, self.next);
+        log.set_small(self.small);
+        if !self.files.can_punch() {
+            log.cannot_punch();
+        }
+        let mut handles = HashMap::new();
+        for (Segment { head, found, handle }, kept) in kept {
+            match kept {
+                Kept::Sealed => log.found(head.sequence, found.taken, true),
+                Kept::Unsealed => log.found(head.sequence, found.taken, false),
+                Kept::Young(scan) => log.reopened(head, found.taken, scan.tail, scan.entries),
+            }
+            handles.insert(head.sequence, handle);
+        }
+        // Their rows were released, or have moved on: perhaps to what was not made durable when the store ended.
+        let open = log.unsealed().last();
+        index.take_vacated();
+        let empty: Vec<_> =
+            handles.keys().copied().filter(|s| log.is_sealed(*s) && index.count_of(*s) == 0).collect();
+        empty.into_iter().for_each(|sequence| log.vacate(sequence, open));
+        self.opened.segments = log.segments();
+        self.opened.rows = index.rows();
+        Recovered { store: limits.store, log, index, handles, opened: self.opened, marks }
+    }
+
+    /// Reads what people said about rows, and takes out what they dropped.
+    fn load_marks(&mut self, index: &mut Index) -> Marks {
+        let read = self.files.open(MARKS).and_then(|handle| {
+            let most = usize::try_from(marks::FILE_MAX).expect("a few MiB");
+            let mut bytes = Buffer::zeroed(most);
+            let len = self.files.read(&handle, 0, &mut bytes)?;
+            bytes.truncate(len);
+            Ok(bytes)
+        });
+        let why = match read.map(|bytes| Marks::decode(&bytes)) {
+            Ok(Ok(marks)) => {
+                take_out_dropped(&marks, index);
+                return marks;
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Marks::default(),
+            Ok(Err(bad)) => bad.to_string(),
+            Err(e) => e.to_string(),
+        };
+        self.opened.damaged += 1;
+        self.note(format!("{MARKS}: {why}; no row is pinned or dropped"));
+        Marks::default()
     }
 
     fn tell_torn(&mut self, found: &Found, scan: &Scan) {
@@ -373,13 +525,26 @@ impl Recovery<'_> {
     }
 }
 
+fn take_out_dropped(marks: &Marks, index: &mut Index) {
+    let (rows, spaces) = marks.dropped();
+    let mut dropped: Vec<_> = rows.collect();
+    for space in spaces {
+        dropped.extend(index.subscribe(space).0.into_iter().map(|(key, _)| (space, key)));
+    }
+    for (space, key) in dropped {
+        if let Some(place) = index.get(&space, &key).filter(|place| marks.is_dropped(&space, &key, place)) {
+            index.remove(&space, &key, &place);
+        }
+    }
+}
+
 /// A segment lists this row. What was used when is not written down: a row counts as used when its segment was written
 /// last, or in the segments' order where no time is known.
 fn add(index: &mut Index, segment: &Segment, entry: &Entry) {
     let Segment { head, found, .. } = segment;
     let order = u32::try_from(head.sequence.0).unwrap_or(u32::MAX);
     let since = if found.modified == 0 { order } else { found.modified };
-    let heat = worth::born(entry.position, since, false);
+    let heat = worth::born(since, false);
     index.add_with(entry.space, entry.key, Place::of(head.sequence, entry), heat);
 }
 

@@ -7,12 +7,14 @@
 //! Scanning is for a segment that was never sealed, where what was written last may be torn: there every payload is
 //! verified. Where a seal is there but damaged, it only finds the records, and goes from one to the next by their
 //! lengths: each row is verified when it is read, as all rows are.
+//! What lies in holes is passed over.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::disk::{Buffer, Files, Handle};
 use super::format::{Bad, Entry, Head, PAGE, PAGE64, Record, Trailer, padded, record_bytes};
+use super::holes::Holes;
 use crate::base::checksum::crc64;
 
 /// Least bytes that a scan which verifies reads at a time: it needs all of them.
@@ -148,8 +150,9 @@ pub fn scan(files: &Files, head: &Head, handle: &Handle, len: u64, how: How<'_>)
     let bytes = Buffer::zeroed(0);
     let mut window = Window { files, handle, least, start: 0, bytes, read: 0, failed: false };
     let mut found = Scan { entries: Vec::new(), tail: PAGE64, broken: 0, unfinished: 0, partial: false };
-    let mut at = PAGE64;
     let end = head.size.min(len);
+    let holes = Holes::of(files, handle, end);
+    let mut at = holes.skip(PAGE64);
     // A drive may take seconds to say that it cannot read: the first time is the last.
     while at + 2 * PAGE64 <= end && !window.failed {
         if let Some(budget) = how.budget {
@@ -159,7 +162,7 @@ pub fn scan(files: &Files, head: &Head, handle: &Handle, len: u64, how: How<'_>)
                 break;
             }
         }
-        at = match look(&mut window, head, at, end, how) {
+        let next = match look(&mut window, head, at, end, how) {
             Look::Nothing => at + PAGE64,
             Look::Torn => {
                 found.unfinished += 1;
@@ -172,6 +175,7 @@ pub fn scan(files: &Files, head: &Head, handle: &Handle, len: u64, how: How<'_>)
                 found.tail
             }
         };
+        at = holes.skip(next);
     }
     found.partial |= window.failed;
     found

@@ -2,7 +2,7 @@
 //!
 //! It takes the store's lock, so that it never looks at a folder while it changes; a running store verifies itself
 //! (`patrol.rs`). What a segment should hold is what its foot lists; a segment without a foot is searched page by page,
-//! as a start does. Broken records behind the last whole one of such a segment are what was being written when the
+//! as a start does. Rows that were released (their room was given back) are neither there nor damaged. Broken records behind the last whole one of such a segment are what was being written when the
 //! store ended, not rot.
 
 use std::collections::{BTreeMap, HashMap};
@@ -18,6 +18,7 @@ use super::format::{
     Bad, Entry, Head, PAGE, PAGE64, Record, Sequence, Trailer, padded, parse_segment_name, record_bytes,
     segment_name,
 };
+use super::holes::Holes;
 use super::index::Place;
 use super::marks::{self, MARKS, Marks};
 use super::survey::{Survey, Surveyor};
@@ -211,7 +212,8 @@ impl Shut {
         for entry in &listing.entries {
             let place = Place::of(listing.head.sequence, entry);
             match self.read_back(listing, entry, &mut buffer) {
-                Ok(()) => {
+                Ok(false) => continue,
+                Ok(true) => {
                     so_far.bytes += u64::from(entry.length);
                     // Behind the last whole record of an open segment nothing is rot.
                     broken.drain(..).for_each(|d| so_far.add_damage(d));
@@ -229,7 +231,8 @@ impl Shut {
         true
     }
 
-    fn read_back(&self, listing: &Listing, entry: &Entry, buffer: &mut Buffer) -> Result<(), String> {
+    /// False: it was released.
+    fn read_back(&self, listing: &Listing, entry: &Entry, buffer: &mut Buffer) -> Result<bool, String> {
         let total = usize::try_from(record_bytes(entry.length)).expect("a row is at most 1 GiB");
         if buffer.len() != total {
             *buffer = Buffer::zeroed(total);
@@ -240,14 +243,18 @@ impl Shut {
             return Err("the file ends before the row does".into());
         }
         let record = Record::decode(&buffer[..PAGE], listing.head.store, listing.head.sequence);
-        let record = record.map_err(|bad| bad.to_string())?;
+        let record = match record {
+            // The file system does not tell its holes.
+            Err(Bad::Released) if listing.sealed => return Ok(false),
+            record => record.map_err(|bad| bad.to_string())?,
+        };
         let same =
             record.space == entry.space && record.key == entry.key && record.position == entry.position;
         if !same || record.length != entry.length {
             return Err(Bad::OtherRow.to_string());
         }
         let sum = crc64(&[&buffer[PAGE..PAGE + entry.length as usize]]);
-        if sum == record.checksum { Ok(()) } else { Err(Bad::Checksum.to_string()) }
+        if sum == record.checksum { Ok(true) } else { Err(Bad::Checksum.to_string()) }
     }
 
     /// The rows that a segment should hold, in their order.
@@ -272,9 +279,10 @@ impl Shut {
             }
         };
         let sealed = foot.is_some();
+        let holes = Holes::of(&self.files, &handle, len);
         let mut entries = match foot {
-            Some(entries) => entries,
-            None => self.search(&head, len, &handle),
+            Some(entries) => entries.into_iter().filter(|entry| !holes.have(entry)).collect(),
+            None => self.search(&head, len, &handle, &holes),
         };
         entries.sort_unstable_by_key(|entry| entry.page);
         Ok(Listing { head, handle, entries, sealed })
@@ -297,9 +305,9 @@ impl Shut {
     }
 
     /// Looks for records at every page.
-    fn search(&self, head: &Head, len: u64, handle: &Handle) -> Vec<Entry> {
+    fn search(&self, head: &Head, len: u64, handle: &Handle, holes: &Holes) -> Vec<Entry> {
         let mut entries = Vec::new();
-        let (mut at, end) = (PAGE64, head.size.min(padded(len)));
+        let (mut at, end) = (holes.skip(PAGE64), head.size.min(padded(len)));
         let (mut start, mut window) = (0, Buffer::zeroed(0));
         while at + 2 * PAGE64 <= end {
             if at < start || at + PAGE64 > start + window.len() as u64 {
@@ -314,13 +322,13 @@ impl Shut {
                 .get(from..from + PAGE)
                 .and_then(|page| Record::decode(page, head.store, head.sequence).ok());
             let Some(record) = record.filter(|r| at + record_bytes(r.length) <= head.size) else {
-                at += PAGE64;
+                at = holes.skip(at + PAGE64);
                 continue;
             };
             let page = u32::try_from(at / PAGE64).expect("Head::decode bounds a segment's pages");
             let Record { space, key, position, length, checksum, .. } = record;
             entries.push(Entry { space, key, position, page, length, checksum });
-            at += record_bytes(length);
+            at = holes.skip(at + record_bytes(length));
         }
         entries
     }

@@ -7,6 +7,7 @@
 //! of their positions.
 
 mod moves;
+mod room;
 mod words;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -16,7 +17,9 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 pub use self::moves::Fetched;
-use self::moves::{Judge, Move, Moves};
+use self::moves::{Move, Moves};
+pub use self::room::Given;
+use self::room::Judge;
 use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
 use super::format::{
     Bad, Entry, PAGE, PAGE64, Record, Sequence, StoreId, padded, record_bytes, segment_name,
@@ -114,6 +117,8 @@ pub enum Event {
     Verified(Box<Verified>),
     /// A row that is to be moved has been looked at.
     Fetched(Box<Fetched>),
+    /// Room was given back, or could not be.
+    Given(Box<Given>),
     /// A file was made or removed.
     Stepped(Step, Result<(Option<Handle>, u64), String>),
     Mark(Space, Mark, Marked),
@@ -142,6 +147,7 @@ pub struct Facts {
     pub served: u64,
     pub failed: u64,
     pub reclaimed: u64,
+    pub released: u64,
     pub moved_bytes: u64,
     pub refused: u64,
     pub pinned: u64,
@@ -382,6 +388,10 @@ impl Work {
                 self.with_hands -= 1;
                 self.fetched(*fetched);
             }
+            Event::Given(given) => {
+                self.with_hands -= 1;
+                self.given(*given);
+            }
             Event::Stepped(step, result) => {
                 self.with_hands -= 1;
                 self.file_step_ended(&step, result);
@@ -392,7 +402,7 @@ impl Work {
                 self.saving = false;
                 self.saved(answers, &result);
             }
-            Event::Ttl(ttl) => self.judge.ttl = ttl,
+            Event::Ttl(ttl) => self.judge.set_ttl(ttl),
             Event::Pinned(answer) => drop(answer.send(self.parts.marks.pins().collect())),
             Event::Close(answer) => {
                 self.closing.get_or_insert_default().extend(answer);
@@ -413,6 +423,7 @@ impl Work {
         self.areas.entry(rows.id).or_insert_with(area);
         let kind = |&(tokens, state): &(u32, bool)| Kind { tokens, state };
         self.judge.kinds.insert(rows.space, rows.kinds().iter().map(kind).collect());
+        self.judge.changed();
         Ok(())
     }
 
@@ -430,6 +441,7 @@ impl Work {
     fn settle_area(&mut self, id: AreaId) {
         if self.areas.get(&id).is_some_and(|area| area.busy == 0 && !area.detaching.is_empty()) {
             let area = self.areas.remove(&id).expect("looked at just now");
+            self.judge.changed();
             for answer in area.detaching {
                 let _ = answer.send(());
             }
@@ -813,7 +825,7 @@ impl Work {
             return;
         }
         self.parts.log.written(sequence, entry);
-        let heat = worth::born(write.position, self.seconds(), write.back);
+        let heat = worth::born(self.seconds(), write.back);
         self.parts.shared.index.lock().add_with(write.space, write.key, Place::of(sequence, &entry), heat);
         self.parts.shared.metrics.written_bytes.inc_by(entry.length.into());
         self.parts.shared.wear.lock().wrote(record_bytes(entry.length), unix_seconds());
@@ -866,6 +878,12 @@ impl Work {
         let Verified { read, body, verdict } = verified;
         let record = match verdict {
             Ok(record) => record,
+            Err(Bad::Released) => {
+                // It was released by an earlier process, on a file system that does not tell its holes.
+                let (key, place) = read.asked.expect("set when the read began");
+                self.parts.shared.index.lock().remove(&read.space, &key, &place);
+                return self.read_failed(read, "not_held");
+            }
             Err(bad) => {
                 tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
                 return self.damaged(read, "damaged", &bad.to_string());
@@ -985,6 +1003,7 @@ impl Work {
     /// Does what the log wants done. Says whether there was anything.
     fn advance_log(&mut self) -> bool {
         let mut any = false;
+        self.vacate();
         while self.closing.is_none()
             && let Some(step) = self.parts.log.step(self.parts.clock.now())
         {
@@ -1013,9 +1032,10 @@ impl Work {
                     Flight::Step(step),
                 );
             }
+            Step::Release { bytes } => self.release(step, bytes),
             Step::Choose { room } => self.choose(room),
-            Step::Forget(sequence) => self.forget(sequence),
             Step::Remove(sequence) => {
+                self.judge.gone(sequence);
                 // The last descriptor goes before the name: then the room is free when the removal has ended.
                 self.parts.handles.remove(&sequence);
                 self.file_step(step, move |files| {
@@ -1060,12 +1080,21 @@ impl Work {
 
     fn step_ended(&mut self, step: &Step, result: Result<u64, String>) {
         let reason = result.as_ref().err().cloned();
+        if let (Step::Foot { sequence, offset, .. }, Ok(_)) = (step, &result) {
+            self.footed(*sequence, *offset);
+        }
         let next = self.parts.log.stepped(step, result, self.parts.clock.now());
         if let Some(reason) = reason {
             match self.parts.log.stopped() {
                 Some(_) => tracing::error!(%reason, "no rows are taken for now; serving goes on"),
                 None => tracing::warn!(%reason, "tried again when the open segment is full"),
             }
+        }
+        if let Step::Sync(sequence) = step
+            && self.parts.log.is_sealed(*sequence)
+            && self.parts.shared.index.lock().count_of(*sequence) == 0
+        {
+            self.parts.log.vacate(*sequence, None);
         }
         if let Some(next) = next {
             self.begin_step(next);
@@ -1145,7 +1174,8 @@ fn say(step: &Step, error: &std::io::Error) -> String {
         Step::Foot { .. } => "seal a segment",
         Step::Remove(_) => "remove a segment",
         Step::Create(_) => "make a segment",
-        Step::Choose { .. } | Step::Forget(_) => "make room",
+        Step::Release { .. } => "give back the room of rows that went",
+        Step::Choose { .. } => "make room",
     };
     format!("failed to {what}: {error}")
 }

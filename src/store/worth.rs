@@ -3,41 +3,36 @@
 //! A row's worth is what it costs to compute it again, times how likely it is needed again, per byte that it takes:
 //!
 //! ```text
-//! worth = tokens / bytes · min(1 + reach / 2·KNEE, DEAREST) · (fresh + uses) / (age + PAUSE) · standing  [1 / (byte · s)]
+//! worth = tokens / bytes · (fresh + AGAIN · uses) / (age + PAUSE) · standing   [1 / (byte · s)]
 //! ```
 //!
-//! *Cost.* Prefill of one token costs 24·d² operations per layer in the matrices and 8·l·d in attention at position l
-//! (the derivative of Marconi's 16·l·d² + 8·l·d² + 4·l²·d, MLSys 2025), so its cost is 1 + l / 3d in units of a token
-//! at the front; [`KNEE`] is that 3d, for d = 4096 and rounded up. A row is of use only while every row before it is
-//! there, and later rows are dearer: then it is best to keep or lose a chain as one, at its mean cost, which is
-//! 1 + reach / 2·KNEE with the chain's end as reach. So all rows of a chain cost the same, the head is never worth
-//! less than what hangs on it, and at equal worth the tail goes first. [`DEAREST`] bounds the factor: in recorded coding
-//! sessions (docs/sim-policies.md) recency says far more than length, and without a bound a long session that is over
-//! outlives the short ones that go on.
+//! *Cost.* A token far behind costs more to compute than one at the front (attention grows with the position), but a
+//! row is of use only while every row before it is there: it is best to keep or lose a chain as one, and all of its
+//! rows count the same. At equal worth the tail goes first. A factor for the length of a chain was tried and made
+//! recorded coding sessions worse (docs/sim-policies.md): a long session that is over outlived short ones that go on.
 //!
 //! *Likelihood.* Time to the next use has a heavy tail: the longer ago the last one, the less likely is one in the
 //! next second, about as 1 / age. [`PAUSE`] keeps that from exploding for young rows: most reuse comes within ten
 //! minutes (`KVCache in the Wild`, ATC 2025: 80 % of it in their interactive trace). Uses count what recency cannot
-//! see: a chain that leaves another one in its middle is one more sharer of everything before and counts much
-//! ([`BRANCH`]). A chain that goes on where it ended is one session's next turn: that is recency's to say, and counting
-//! it made room worse than by age alone, because the heads of long dead sessions stayed. They
-//! halve every [`HALF_LIFE`], so that yesterday's do not rule. `fresh` stands for rows that were never used again; it
-//! is learned from those that go: the share that was ([`Fresh`]). A dump of one long session is worth what a row
-//! that nobody came back for is worth, however large it is, and an anchor with sharers stays: scan resistance.
+//! see: a chain that leaves another one in its middle is one more sharer of everything before ([`BRANCH`]). A chain
+//! that goes on where it ended is one session's next turn: that is recency's to say. Uses halve every [`HALF_LIFE`],
+//! so that yesterday's do not rule, and weigh little ([`AGAIN`]): counted in full they lost twice what recency alone
+//! does (docs/sim-policies.md). `fresh` stands for rows that were never used again; it is learned
+//! from those that go: the share that was ([`Fresh`]). A dump of one long session is worth what a row that nobody came
+//! back for is worth, however large it is, and an anchor with sharers stays: scan resistance.
 //!
 //! *Standing.* Rows of spaces without an engine go first (they wait for an engine that may not come back), expired
 //! rows before everything. A state of a recurrent layer is needed where prompts end or part; between, it is thinned.
 
-use std::collections::BTreeMap;
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BinaryHeap};
 
-use super::format::{Sequence, record_bytes};
+use super::format::record_bytes;
 use super::index::{Heat, Index, Place};
 use crate::base::block::{GroupId, RowKey, Space};
 
-/// Position, in tokens, at which attention costs as much as everything else.
-pub const KNEE: f32 = 16_384.0;
-/// Most that the cost of a token grows by its chain.
-pub const DEAREST: f32 = 2.0;
+/// What a use counts beside `fresh`: with it an anchor of five sessions outlives a dump that is two hours younger.
+pub const AGAIN: f32 = 0.05;
 /// Seconds that an age is lengthened by.
 pub const PAUSE: f32 = 600.0;
 /// Seconds after which uses count half.
@@ -62,22 +57,6 @@ const PARTS: u16 = 2;
 const CHAINED: u16 = 4;
 /// A request has found it, after the one that made it.
 const USED: u16 = 8;
-/// High byte of the flags: how far the longest chain through the row goes, as twelfths of a power of two.
-const REACH_SHIFT: u32 = 8;
-
-fn reach_code(tokens: u32) -> u16 {
-    // At most 12 · 32, cut to a byte: 2^21 tokens.
-    ((tokens.max(1) as f32).log2() * 12.0).round().min(255.0) as u16
-}
-
-fn reach(heat: &Heat) -> f32 {
-    (f32::from(heat.flags >> REACH_SHIFT) / 12.0).exp2()
-}
-
-fn with_reach(flags: u16, code: u16) -> u16 {
-    let code = code.max(flags >> REACH_SHIFT);
-    flags & ((1 << REACH_SHIFT) - 1) | code << REACH_SHIFT
-}
 
 /// Uses that still count, in units of [`ONE`].
 fn uses(heat: &Heat, now: u32) -> f32 {
@@ -85,13 +64,12 @@ fn uses(heat: &Heat, now: u32) -> f32 {
 }
 
 /// A row that was just stored, or found at a start and stored at `now`. `back`: it was here before, and went.
-pub fn born(position: u32, now: u32, back: bool) -> Heat {
-    Heat { last: now, uses: if back { ONE } else { 0 }, flags: with_reach(0, reach_code(position)) }
+pub fn born(now: u32, back: bool) -> Heat {
+    Heat { last: now, uses: if back { ONE } else { 0 }, flags: 0 }
 }
 
 /// A request has used this chain.
 pub fn touch(index: &mut Index, space: &Space, chain: &[(RowKey, u32)], now: u32) {
-    let end = chain.iter().map(|(_, position)| *position).max().unwrap_or(0);
     let mut groups: BTreeMap<GroupId, Vec<(u32, RowKey)>> = BTreeMap::new();
     for (key, position) in chain {
         if index.get(space, key).is_some() {
@@ -100,11 +78,11 @@ pub fn touch(index: &mut Index, space: &Space, chain: &[(RowKey, u32)], now: u32
     }
     for rows in groups.values_mut() {
         rows.sort_unstable();
-        touch_group(index, space, rows, reach_code(end), now);
+        touch_group(index, space, rows, now);
     }
 }
 
-fn touch_group(index: &mut Index, space: &Space, rows: &[(u32, RowKey)], code: u16, now: u32) {
+fn touch_group(index: &mut Index, space: &Space, rows: &[(u32, RowKey)], now: u32) {
     let flags = |index: &Index, key| index.heat(space, key).map_or(0, |heat| heat.flags);
     // Where an earlier chain and this one have been together last.
     let known = rows.iter().rposition(|(_, key)| flags(index, key) & CHAINED != 0);
@@ -112,7 +90,7 @@ fn touch_group(index: &mut Index, space: &Space, rows: &[(u32, RowKey)], code: u
     let step = if appends { 0 } else { BRANCH };
     for (at, (_, key)) in rows.iter().enumerate() {
         let Some(heat) = index.heat_mut(space, key) else { continue };
-        let mut flags = with_reach(heat.flags, code) | CHAINED;
+        let mut flags = heat.flags | CHAINED;
         heat.uses = uses(heat, now).round() as u16;
         if known.is_some_and(|known| at <= known) {
             heat.uses = (heat.uses + step).min(USES_MAX);
@@ -161,9 +139,8 @@ pub fn density(heat: &Heat, place: &Place, kind: Kind, standing: Standing, fresh
         Standing::Expired => return 0.0,
     };
     let age = now.saturating_sub(heat.last) as f32;
-    let likely = (fresh + uses(heat, now) / f32::from(ONE)) / (age + PAUSE);
-    let cost = kind.tokens as f32 / record_bytes(place.length) as f32
-        * (1.0 + reach(heat) / (2.0 * KNEE)).min(DEAREST);
+    let likely = (fresh + AGAIN * uses(heat, now) / f32::from(ONE)) / (age + PAUSE);
+    let cost = kind.tokens as f32 / record_bytes(place.length) as f32;
     let thin = if kind.state && heat.flags & (END | PARTS) == 0 { THIN } else { 1.0 };
     cost * likely * thin * standing
 }
@@ -179,7 +156,7 @@ impl Default for Fresh {
 }
 
 impl Fresh {
-    /// Weight of one segment's rows.
+    /// Weight of the rows that go at one time.
     const STEP: f32 = 0.1;
     const LEAST: f32 = 0.1;
 
@@ -187,7 +164,7 @@ impl Fresh {
         self.0.max(Self::LEAST)
     }
 
-    /// A segment has gone: of this many rows, so many had been used again.
+    /// These rows have gone: learns how many of them had been used again.
     pub fn learn<'a>(&mut self, gone: impl Iterator<Item = &'a Heat>) {
         let (mut rows, mut used) = (0_u32, 0_u32);
         for heat in gone {
@@ -200,115 +177,84 @@ impl Fresh {
     }
 }
 
-/// One row of a segment that may make room.
+/// One row that may make room.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     pub space: Space,
     pub key: RowKey,
     pub place: Place,
     pub density: f32,
-    pub pinned: bool,
+    /// When it was used last: whoever was used since is not the same candidate any more.
+    pub last: u32,
 }
 
-/// What it would take to make room with a segment.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    /// Worth that is lost for each byte that is won.
-    pub loss: f32,
-    /// Rows to be copied first, in the order of their positions.
-    pub moves: Vec<Candidate>,
-    /// Bytes of records that these take.
-    pub moved: u64,
+impl Candidate {
+    pub fn bytes(&self) -> u64 {
+        record_bytes(self.place.length)
+    }
+
+    /// Worth least first. At equal worth the tail goes before the head.
+    fn order(&self, other: &Self) -> Ordering {
+        let (one, two) = (&self.place, &other.place);
+        let worth = self.density.total_cmp(&other.density).then(two.position.cmp(&one.position));
+        worth.then_with(|| (one.sequence, one.page).cmp(&(two.sequence, two.page)))
+    }
 }
 
-/// A row is moved only when it is clearly worth more than others: moving is a read and a write.
-const CLEARLY: f32 = 1.2;
+/// For a heap whose top is worth most.
+#[derive(Debug)]
+struct Ranked(Candidate);
 
-/// Plans to make room with one segment of `taken` bytes. Rows worth more than `threshold` are moved, the best first,
-/// as far as `budget` goes; pinned ones must be, as far as `room` goes. `None` when they do not fit.
-pub fn plan(mut rows: Vec<Candidate>, taken: u64, threshold: f32, budget: u64, room: u64) -> Option<Plan> {
-    // At equal worth the head before the tail.
-    rows.sort_by(|a, b| {
-        let worth = b.pinned.cmp(&a.pinned).then(b.density.total_cmp(&a.density));
-        worth.then(a.place.position.cmp(&b.place.position))
-    });
-    let mut plan = Plan { loss: 0.0, moves: Vec::new(), moved: 0 };
-    for row in rows {
-        let bytes = record_bytes(row.place.length);
-        let fits = plan.moved + bytes <= if row.pinned { room } else { budget.min(room) };
-        if row.pinned && !fits {
-            return None;
+impl PartialEq for Ranked {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Ranked {}
+
+impl PartialOrd for Ranked {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Ranked {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.order(&other.0)
+    }
+}
+
+/// Of many rows those that are worth least, as many as take so many bytes: one pass, and memory for those alone.
+#[derive(Debug)]
+pub struct Least {
+    want: u64,
+    have: u64,
+    rows: BinaryHeap<Ranked>,
+}
+
+impl Least {
+    pub fn new(want: u64) -> Self {
+        Self { want, have: 0, rows: BinaryHeap::new() }
+    }
+
+    pub fn offer(&mut self, row: Candidate) {
+        if self.have >= self.want && self.rows.peek().is_none_or(|top| row.order(&top.0).is_gt()) {
+            return;
         }
-        if fits && (row.pinned || row.density > threshold * CLEARLY) {
-            plan.moved += bytes;
-            plan.moves.push(row);
-        } else {
-            plan.loss += row.density * bytes as f32;
+        self.have += row.bytes();
+        self.rows.push(Ranked(row));
+        while let Some(top) = self.rows.peek().map(|top| top.0.bytes())
+            && self.have - top >= self.want
+        {
+            self.rows.pop();
+            self.have -= top;
         }
     }
-    plan.moves.sort_by_key(|row| row.place.position);
-    plan.loss /= taken.saturating_sub(plan.moved).max(1) as f32;
-    Some(plan)
-}
 
-/// Which segments are looked at when one must make room: those that were worth least when they were looked at last,
-/// and some in turn, because worth changes. No more than [`Ranking::LOOKS`], however many there are.
-#[derive(Debug, Default)]
-pub struct Ranking {
-    /// Worth for each byte of the segment, and for each byte of its rows.
-    seen: BTreeMap<Sequence, (f32, f32)>,
-    turn: Option<Sequence>,
-    /// What the last segment that made room was worth.
-    toll: f32,
-}
-
-impl Ranking {
-    pub const LOOKS: usize = 32;
-
-    /// Segments to look at, out of those that may make room, which ascend.
-    pub fn looks(&mut self, all: &[Sequence]) -> Vec<Sequence> {
-        self.seen.retain(|sequence, _| all.binary_search(sequence).is_ok());
-        if all.len() <= Self::LOOKS {
-            return all.to_vec();
-        }
-        let from = all.partition_point(|sequence| Some(*sequence) <= self.turn);
-        let mut looks: Vec<_> = all.iter().cycle().skip(from).take(Self::LOOKS / 2).copied().collect();
-        self.turn = looks.last().copied();
-        let mut least: Vec<_> = self.seen.iter().map(|(sequence, (worth, _))| (*worth, *sequence)).collect();
-        least.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let rest = Self::LOOKS - looks.len();
-        let least: Vec<_> = least
-            .into_iter()
-            .map(|(_, sequence)| sequence)
-            .filter(|s| !looks.contains(s))
-            .take(rest)
-            .collect();
-        looks.extend(least);
-        looks
-    }
-
-    /// What a segment of `taken` bytes was found to hold.
-    pub fn note(&mut self, sequence: Sequence, rows: &[Candidate], taken: u64) {
-        let bytes = |row: &Candidate| record_bytes(row.place.length) as f32;
-        let worth: f32 = rows.iter().map(|row| row.density * bytes(row)).sum();
-        let live: f32 = rows.iter().map(bytes).sum();
-        self.seen.insert(sequence, (worth / taken.max(1) as f32, worth / live.max(1.0)));
-    }
-
-    /// The median of what rows were worth in the segments seen: rows worth clearly more are kept.
-    pub fn threshold(&self) -> f32 {
-        let mut all: Vec<_> = self.seen.values().map(|(_, rows)| *rows).collect();
-        all.sort_by(f32::total_cmp);
-        all.get(all.len() / 2).copied().unwrap_or(f32::INFINITY)
-    }
-
-    pub fn paid(&mut self, loss: f32) {
-        self.toll = loss;
-    }
-
-    /// What a new row must be worth to push out others.
-    pub fn toll(&self) -> f32 {
-        self.toll
+    /// Worth least first.
+    pub fn into_rows(self) -> Vec<Candidate> {
+        self.rows.into_sorted_vec().into_iter().map(|ranked| ranked.0).collect()
     }
 }
 
@@ -389,8 +335,10 @@ impl Ghosts {
 
 #[cfg(test)]
 mod tests {
+    use super::super::format::Sequence;
     use super::*;
     use crate::base::block::{BlockHash, Namespace, Rank};
+    use proptest::prelude::*;
 
     const SPACE: Space = Space { namespace: Namespace([1; 32]), rank: Rank::ONLY };
     const LENGTH: u32 = 65_536;
@@ -416,7 +364,7 @@ mod tests {
         for (n, (key, position)) in chain.iter().enumerate() {
             if index.get(&SPACE, key).is_none() {
                 index.add(SPACE, *key, Place { position: *position, ..place(n as u32) });
-                *index.heat_mut(&SPACE, key).unwrap() = born(*position, now, false);
+                *index.heat_mut(&SPACE, key).unwrap() = born(now, false);
             }
         }
         touch(index, &SPACE, chain, now);
@@ -477,8 +425,8 @@ mod tests {
     #[test]
     fn standing_goes_before_worth() {
         let (fresh, now) = (0.5, 1_000_000);
-        let hot = Heat { uses: USES_MAX, ..born(100_000, now, true) };
-        let cold = born(16, 0, false);
+        let hot = Heat { uses: USES_MAX, ..born(now, true) };
+        let cold = born(0, false);
         let of = |heat, standing| density(heat, &place(1), Kind::default(), standing, fresh, now);
         assert!(of(&hot, Standing::Left) < of(&cold, Standing::Attached));
         assert!(of(&cold, Standing::Left) < of(&hot, Standing::Left), "older generations first");
@@ -500,50 +448,51 @@ mod tests {
         assert!(state(10) < parts);
     }
 
-    fn candidate(n: u32, density: f32, pinned: bool) -> Candidate {
-        Candidate { space: SPACE, key: key(n), place: place(n), density, pinned }
+    fn candidate(n: u32, density: f32) -> Candidate {
+        Candidate { space: SPACE, key: key(n), place: place(n), density, last: 0 }
+    }
+
+    fn least(want: u64, rows: &[Candidate]) -> Vec<u32> {
+        let mut least = Least::new(want);
+        rows.iter().for_each(|row| least.offer(*row));
+        least.into_rows().iter().map(|row| row.place.page - 1).collect()
     }
 
     #[test]
-    fn the_best_rows_are_moved_within_the_budget_and_pinned_ones_always() {
+    fn those_worth_least_are_found_in_one_pass_and_no_more_than_are_needed() {
         let record = record_bytes(LENGTH);
-        let rows = vec![
-            candidate(0, 1.0, false),
-            candidate(1, 5.0, false),
-            candidate(2, 0.0, true),
-            candidate(3, 5.0, false),
-            candidate(4, 9.0, false),
-        ];
-        let moved = |threshold, budget, room| {
-            let plan = plan(rows.clone(), 10 * record, threshold, budget, room)?;
-            Some(plan.moves.iter().map(|row| row.place.page - 1).collect::<Vec<_>>())
-        };
-        assert_eq!(moved(4.5, 9 * record, 9 * record), Some(vec![2, 4]), "five is not clearly more");
-        assert_eq!(moved(2.0, 3 * record, 9 * record), Some(vec![1, 2, 4]), "the head of two equals");
-        assert_eq!(moved(2.0, 0, 9 * record), Some(vec![2]), "a pin needs no budget");
-        assert_eq!(moved(f32::INFINITY, 9 * record, 9 * record), Some(vec![2]));
-        assert_eq!(moved(2.0, 9 * record, record - 1), None, "a pin that cannot be moved keeps its segment");
-        let all = plan(rows, 10 * record, 0.5, 9 * record, 9 * record).unwrap();
-        assert_eq!((all.loss, all.moved), (0.0, 5 * record));
+        let rows: Vec<_> =
+            [5.0, 1.0, 9.0, 1.0, 0.0, 3.0].into_iter().zip(0..).map(|(d, n)| candidate(n, d)).collect();
+        assert_eq!(least(3 * record, &rows), [4, 3, 1], "the tail of two equals first");
+        assert_eq!(least(2 * record + 1, &rows), [4, 3, 1], "enough, and not one more");
+        assert_eq!(least(2 * record, &rows), [4, 3]);
+        assert_eq!(least(0, &rows), [0; 0]);
+        assert_eq!(least(u64::MAX, &rows), [4, 3, 1, 5, 0, 2], "all there are");
     }
 
-    #[test]
-    fn every_segment_is_looked_at_in_turn_and_the_least_each_time() {
-        let all: Vec<_> = (1..=500).map(Sequence).collect();
-        let mut ranking = Ranking::default();
-        for _ in 0..32 {
-            let looks = ranking.looks(&all);
-            assert!(looks.len() <= Ranking::LOOKS);
-            looks
-                .iter()
-                .for_each(|s| ranking.note(*s, &[candidate(1, s.0 as f32, false)], record_bytes(LENGTH)));
+    proptest! {
+        #[test]
+        fn one_pass_finds_what_sorting_finds(
+            all in proptest::collection::vec((0..20_u8, 1..100_000_u32), 0..200),
+            want in 0..4_000_000_u64,
+        ) {
+            let row = |(n, &(density, length)): (usize, &(u8, u32))| {
+                let n = u32::try_from(n).unwrap();
+                Candidate { place: Place { length, ..place(n) }, ..candidate(n, f32::from(density)) }
+            };
+            let rows: Vec<_> = all.iter().enumerate().map(row).collect();
+            let mut sorted = rows.clone();
+            sorted.sort_by(Candidate::order);
+            let mut sum = 0;
+            let enough = |row: &Candidate| {
+                let is_needed = sum < want;
+                sum += row.bytes();
+                is_needed
+            };
+            let expected: Vec<_> =
+                sorted.iter().copied().take_while(enough).map(|row| row.place.page - 1).collect();
+            prop_assert_eq!(least(want, &rows), expected);
         }
-        assert_eq!(ranking.seen.len(), 500);
-        let looks = ranking.looks(&all);
-        assert!((1..=8).all(|n| looks.contains(&Sequence(n))));
-        assert_eq!(ranking.threshold(), 251.0);
-        assert_eq!(ranking.looks(&all[..3]), all[..3], "few are all looked at");
-        assert_eq!(ranking.threshold(), 2.0, "what is gone does not count");
     }
 
     #[test]

@@ -8,7 +8,13 @@ use super::*;
 async fn cut_from(first: u64, step: usize) -> u64 {
     let whole = Mem::new();
     let life = Life::live(&whole, &Clock::sim()).await;
-    assert!(life.len() > 120 && life.rotten.len() > 5, "{} {:?}", life.len(), life.rotten);
+    assert!(
+        life.len() > 100 && life.released > 20 && life.rotten.len() > 5,
+        "{} {} {:?}",
+        life.len(),
+        life.released,
+        life.rotten
+    );
     assert!(life.promised.len() > 20, "{}", life.promised.len());
     let total = whole.ops();
     assert!(total > 200, "{total}");

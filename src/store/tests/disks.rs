@@ -81,6 +81,24 @@ fn conforms(place: Place) {
     let mut again = Buffer::zeroed(PAGE);
     assert_eq!(rig.files.read(&rig.files.open("one").unwrap(), 0, &mut again).unwrap(), PAGE, "{name}");
     assert_eq!(again[..], head[..], "{name}");
+
+    // Parts are given back: they read as zeros, take nothing, and the length stays.
+    let find = || rig.files.list().unwrap().into_iter().find(|found| found.name == "one").unwrap();
+    let before = find();
+    let part = 8192..8192 + 4 * 4096;
+    assert!(rig.files.can_punch(), "{name}: the tests' drive is expected to");
+    rig.files.punch(&file, std::slice::from_ref(&part)).unwrap();
+    rig.files.sync_file(&file).unwrap();
+    let found = find();
+    assert_eq!((found.len, found.modified), (64 * 4096, before.modified), "{name}");
+    assert_eq!(rig.files.taken(&file).unwrap(), found.taken, "{name}");
+    assert!(found.taken + 4 * 4096 <= taken + 4096, "{name}: a page may be needed to note the hole");
+    let holes = rig.files.holes(&file, found.len);
+    assert!(holes.iter().any(|hole| hole.start <= part.start && hole.end >= part.end), "{name}: {holes:?}");
+    assert!(holes.iter().all(|hole| hole.start >= 4096), "{name}: the first page is there: {holes:?}");
+    let empty = rig.run(op(20, Verb::Read, 8192, Buffer::of(&content(5, PAGE)), row(2, 3 * 4096)));
+    empty.result.unwrap();
+    assert!(empty.op.head.iter().all(|b| *b == 0) && rows.look(2, |b| b.iter().all(|b| *b == 0)), "{name}");
     rig.files.remove("one").unwrap();
     rig.files.remove("one").unwrap();
     rig.files.sync().unwrap();

@@ -79,8 +79,11 @@ impl Areas {
 pub struct Life {
     /// Rows reported as stored, and whether it is certain that the drive was told to keep them.
     stored: BTreeMap<Which, bool>,
+    ever: usize,
     /// Rows with a copy that rotted.
     pub rotten: BTreeSet<Which>,
+    /// Rows that had to go for their room.
+    pub released: u64,
     /// Durable rows that were held when the life ended.
     pub promised: BTreeSet<Which>,
 }
@@ -98,10 +101,13 @@ impl Life {
             areas.attach(&store).await;
             life.session(mem, &store, &areas, session).await;
             life.promised = life.durable().filter(|&which| holds(&store, which)).collect();
+            life.released += store.status().released;
             store.close().await;
             if mem.is_cut() {
                 break;
             }
+            // What had to go is owed no more: of one that had rotted an old copy may come to light at a start.
+            life.stored.retain(|which, _| holds(&store, *which));
             life.stored.values_mut().for_each(|durable| *durable = true);
             life.promised = life.durable().filter(|&which| holds(&store, which)).collect();
         }
@@ -140,7 +146,9 @@ impl Life {
     async fn put(&mut self, store: &Store, areas: &Areas, side: usize, numbers: &[u32]) {
         let outcomes = areas.put(store, side, numbers).await;
         let stored = numbers.iter().zip(outcomes).filter(|(_, outcome)| *outcome == Outcome::Stored);
+        let before = self.stored.len();
         self.stored.extend(stored.map(|(&n, _)| ((side, n), false)));
+        self.ever += self.stored.len() - before;
         for ((side, n), durable) in &mut self.stored {
             *durable |= store.is_sealed(SIDES[*side].0, &key(*n));
         }
@@ -164,7 +172,7 @@ impl Life {
 
     /// How many rows were ever reported as stored.
     pub fn len(&self) -> usize {
-        self.stored.len()
+        self.ever
     }
 
     /// Starts on what is left of a drive and holds it against what was promised.

@@ -6,6 +6,7 @@ mod damage;
 mod disks;
 mod faults;
 mod flips;
+mod holes;
 mod life;
 mod oracle;
 mod patrol;

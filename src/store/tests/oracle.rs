@@ -131,9 +131,8 @@ impl World {
     }
 
     async fn act(&mut self, act: &Act) {
-        // A segment's rows go before it is counted as reclaimed: its best ones are moved and made durable meanwhile.
         let full = self.is_full();
-        let reclaimed = self.store.status().reclaimed;
+        let released = self.store.status().released;
         match *act {
             Act::Put { side, first, count } => {
                 self.put(side, &(first..first + count).collect::<Vec<_>>()).await;
@@ -151,7 +150,7 @@ impl World {
             Act::Restart => self.restart().await,
             Act::Cut(loss) => self.cut(loss).await,
         }
-        let made_room = full || self.is_full() || self.store.status().reclaimed > reclaimed;
+        let made_room = full || self.is_full() || self.store.status().released > released;
         self.follow(made_room);
         self.compare();
     }
@@ -197,13 +196,13 @@ impl World {
 
     async fn put(&mut self, side: usize, numbers: &[u32]) {
         let was_held: Vec<bool> = numbers.iter().map(|&n| self.model.held.contains_key(&(side, n))).collect();
-        let (full, reclaimed) = (self.is_full(), self.store.status().reclaimed);
+        let (full, released) = (self.is_full(), self.store.status().released);
         let outcomes = self.areas.put(&self.store, side, numbers).await;
         for ((&n, outcome), was_held) in numbers.iter().zip(outcomes).zip(was_held) {
             self.offered((side, n), outcome, was_held, self.is_full());
         }
         self.look_what_is_sealed();
-        self.follow(full || self.is_full() || self.store.status().reclaimed > reclaimed);
+        self.follow(full || self.is_full() || self.store.status().released > released);
     }
 
     fn look_what_is_sealed(&mut self) {
@@ -290,14 +289,14 @@ impl World {
     async fn detach(&mut self, side: usize, first: u32) {
         let numbers = [first, first + 1];
         let was_held = numbers.map(|n| self.model.held.contains_key(&(side, n)));
-        let reclaimed = self.store.status().reclaimed;
+        let released = self.store.status().released;
         let put = self.areas.put(&self.store, side, &numbers);
         let (outcomes, ()) = tokio::join!(put, self.store.detach(self.areas.id(side)));
         for ((n, outcome), was_held) in numbers.into_iter().zip(outcomes).zip(was_held) {
             self.offered((side, n), outcome, was_held, true);
         }
         self.look_what_is_sealed();
-        self.follow(self.store.status().reclaimed > reclaimed);
+        self.follow(self.store.status().released > released);
         assert!(!self.areas.get(&self.store, (side, first)).await.is_ok(), "the area is gone");
         self.model.figures.failed += 1;
         self.areas.attach(&self.store).await;

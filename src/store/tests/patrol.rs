@@ -91,15 +91,15 @@ async fn a_shut_folder_is_surveyed_and_verified_and_a_used_one_is_refused() {
         heard += 1;
         true
     });
-    assert_eq!((clean.rows, clean.damaged, clean.done), (40, 0, true));
+    assert_eq!((clean.rows, clean.damaged, clean.done), (39, 0, true), "its room was given back");
     assert_eq!(clean.segments, clean.segments_total);
-    assert!(heard >= 40);
+    assert!(heard >= 39);
 
     // One in a sealed segment, and the last row of the open one: that is what a cut leaves.
     let (file, offset) = rot(&place, 2);
     rot(&place, 39);
     let found = shut.verify(|_| true);
-    assert_eq!((found.rows, found.damaged), (40, 1), "{:?}", found.named);
+    assert_eq!((found.rows, found.damaged), (39, 1), "{:?}", found.named);
     assert_eq!((found.named[0].file.as_str(), found.named[0].offset), (file.as_str(), offset));
 
     // A head, and a file that is cut short.
@@ -159,8 +159,9 @@ async fn a_day_of_writes_that_nobody_reads_is_told() {
     assert_eq!(codes(&store), [], "the first filling is no waste");
     put_each(&store, &area, 100..260).await;
     assert_eq!(codes(&store), [Code::StoreUnread]);
-    get_each(&store, &area, 250..260).await;
-    get_each(&store, &area, 250..260).await;
+    for n in (0..260).filter(|n| store.holds(SPACE, &key(*n))).take(20) {
+        get_each(&store, &area, n..n + 1).await;
+    }
     assert_eq!(codes(&store), [], "it is read after all");
 }
 

@@ -64,7 +64,7 @@ async fn twenty_capacities_later_every_account_is_exact() {
         seen[0] + status.refused >= u64::from(total) && loaded > asked / 3 && loaded < asked,
         "{seen:?}, {loaded} of {asked}"
     );
-    assert!(status.reclaimed > 100, "{status:?}");
+    assert!(status.reclaimed > 80 && status.released > 2000, "{status:?}");
     // What is not worth its room is answered as if it were held.
     let held = seen[1] - status.refused;
     assert_eq!((status.stored, status.held, status.loaded), (seen[0], held, loaded), "{status:?}");

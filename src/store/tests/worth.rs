@@ -49,9 +49,8 @@ async fn a_large_dump_of_one_session_never_pushes_out_a_small_shared_anchor() {
         }
     }
     let status = store.status();
-    assert!(status.reclaimed > 20 && status.moved_bytes > 0, "{status:?}");
-    let dumped = (status.stored + status.refused) * 4096;
-    assert!(status.moved_bytes < dumped / 4, "moving is bounded: {status:?}");
+    assert!(status.released > 2000 && status.segments < 32, "{status:?}");
+    assert_eq!(status.moved_bytes, 0, "what stays is not written again: {status:?}");
     assert_eq!(get_each(&store, &rows, 0..10).await, [Outcome::FromDrive; 10]);
     store.close().await;
     accounts(&place, &store);
@@ -71,7 +70,7 @@ async fn rows_of_a_space_without_an_engine_go_before_older_ones_of_one_that_has_
     store.detach(gone.id).await;
     put_each(&store, &rows, 100..340).await;
     let status = store.status();
-    assert!(status.reclaimed > 2, "{status:?}");
+    assert!(status.released > 50, "{status:?}");
     assert!((0..100).all(|n| store.holds(SPACE, &key(n))), "{status:?}");
     assert!(status.spaces.iter().any(|s| !s.attached && s.rows < 150), "{status:?}");
     store.close().await;
@@ -159,8 +158,14 @@ async fn rows_on_the_move_can_be_read_at_every_moment() {
         let (mine, theirs) = (area(1, 8192, SPACE), area(1, 8192, SPACE));
         store.attach(&mine).await.unwrap();
         store.attach(&theirs).await.unwrap();
-        put_each(&store, &mine, 0..30).await;
-        store.pin(SPACE, (0..30).map(key).collect()).await.unwrap();
+        // What stays of each segment is one row, so there are soon too many of them.
+        for n in 0..45 {
+            // A store that is full may want to see it twice.
+            put_each(&store, &mine, n..n + 1).await;
+            put_each(&store, &mine, n..n + 1).await;
+            assert_eq!(store.pin(SPACE, vec![key(n)]).await.unwrap(), 1);
+            put_each(&store, &mine, 2000 + n * 21..2021 + n * 21).await;
+        }
         let written = std::cell::Cell::new(false);
         let writer = async {
             put_each(&store, &mine, 100..1500).await;
@@ -168,8 +173,8 @@ async fn rows_on_the_move_can_be_read_at_every_moment() {
         };
         let reader = async {
             while !written.get() {
-                let seen = get_each(&store, &theirs, 0..30).await;
-                assert_eq!(seen, [Outcome::FromDrive; 30], "{}: {:?}", place.name, store.status());
+                let seen = get_each(&store, &theirs, 0..45).await;
+                assert_eq!(seen, [Outcome::FromDrive; 45], "{}: {:?}", place.name, store.status());
             }
         };
         tokio::join!(writer, reader);
@@ -192,7 +197,7 @@ async fn rows_that_never_came_back_are_refused_only_when_hotter_ones_would_go() 
     assert_eq!(store.status().refused, 0, "nothing is refused while there is room");
     let first = put_each(&store, &rows, 1000..1400).await;
     let status = store.status();
-    assert!(status.refused > 100, "{status:?}");
+    assert!(status.refused > 80, "{status:?}");
     assert!(count(&first, Outcome::Failed) == 0 && status.held == 0, "the engine has nothing to offer again");
     let refused: Vec<_> = (1000..1400).filter(|n| !store.holds(SPACE, &key(*n))).collect();
     let again = *refused.last().unwrap();

@@ -59,7 +59,13 @@ impl Work {
                 rows
             }
         };
-        Ok(gone.iter().filter(|(key, place)| index.remove(&space, key, place)).count() as u64)
+        let gone: Vec<_> = gone
+            .into_iter()
+            .filter_map(|(key, place)| index.remove(&space, &key, &place).then_some(place))
+            .collect();
+        drop(index);
+        self.dropped(&gone);
+        Ok(gone.len() as u64)
     }
 
     /// One version of the file at a time; what is said meanwhile goes into the next.
