@@ -112,7 +112,7 @@ fn refuses(node: &Node) {
     refused(node, &["ls", "--by", "colour"], 64, "bytes");
     // Nobody but this machine's user gives orders, whatever a page in a browser sends.
     let rows = node.metric("sparkkv_store_rows");
-    for verb in ["verify", "pin", "unpin", "drop"] {
+    for verb in ["verify", "pin", "unpin", "drop", "forget"] {
         let url = node.url(&format!("/api/v1/store/{verb}"));
         let answer = agent().post(url).send_json(json!({"space": "0000"})).unwrap();
         assert_eq!(answer.status(), 403, "{verb}");

@@ -1,6 +1,6 @@
 //! The operator's desk: what the store of a running node holds, and what an operator does with it.
 //!
-//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop) needs the key that the node leaves for
+//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop, forget) needs the key that the node leaves for
 //! its own user in `run/node.json`, also where the API needs none: a page in a browser on this machine can send
 //! requests to loopback, and clients of the API are not its operators.
 
@@ -50,6 +50,8 @@ const NAMESPACE_MIN: usize = 4;
 pub struct Desk {
     store: Store,
     chains: Arc<Mutex<Chains>>,
+    /// Names of the other nodes.
+    others: Others,
     /// What orders need.
     key: Keys,
     /// One verification at a time: two would halve each other and gain nothing.
@@ -57,10 +59,13 @@ pub struct Desk {
     tasks: Tasks,
 }
 
+/// Names the other nodes of the cluster.
+pub type Others = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
+
 impl Desk {
-    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, key: &str, tasks: Tasks) -> Self {
+    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, others: Others, key: &str, tasks: Tasks) -> Self {
         let verifying = Arc::new(Semaphore::new(1));
-        Self { store, chains, key: Keys::only("operator", key), verifying, tasks }
+        Self { store, chains, others, key: Keys::only("operator", key), verifying, tasks }
     }
 
     /// The routes, to be merged with those of [`super::admin`].
@@ -70,6 +75,7 @@ impl Desk {
             .route("/api/v1/store/pin", post(pin))
             .route("/api/v1/store/unpin", post(unpin))
             .route("/api/v1/store/drop", post(drop_rows))
+            .route("/api/v1/store/forget", post(forget))
             .route_layer(middleware::from_fn_with_state(self.clone(), operators_only));
         Router::new().route("/api/v1/store", get(sheet)).merge(doing).with_state(self)
     }
@@ -227,6 +233,26 @@ pub struct Done {
     pub changed: u64,
 }
 
+/// Whose rows are to be gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Whose {
+    /// Name of the API key; empty: rows of requests without one.
+    pub owner: String,
+}
+
+/// What was forgotten.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Forgot {
+    /// Keys that were destroyed on this node.
+    pub keys: u64,
+    /// Rows that were held under them.
+    pub rows: u64,
+    /// The other nodes, which have keys of their own: the same is to be said there.
+    pub others: Vec<String>,
+}
+
 /// Why an order was not carried out.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
@@ -256,9 +282,11 @@ impl IntoResponse for Refused {
             Self::Nothing | Self::TooMany | Self::NoKey(_) | Self::NoNamespace(_) | Self::Ambiguous(..) => {
                 StatusCode::BAD_REQUEST
             }
-            Self::UnknownNamespace(_) | Self::UnknownRequest(_) | Self::UnknownKey(_) => {
-                StatusCode::NOT_FOUND
-            }
+            Self::UnknownNamespace(_)
+            | Self::UnknownRequest(_)
+            | Self::UnknownKey(_)
+            | Self::Store(store::Error::UnknownOwner { .. }) => StatusCode::NOT_FOUND,
+            Self::Store(store::Error::KeyNotDestroyed(_)) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Store(store::Error::Closed) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Store(_) => StatusCode::CONFLICT,
         };
@@ -361,6 +389,11 @@ async fn drop_rows(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<J
         done.changed += desk.store.drop_rows(space, keys).await?;
     }
     Ok(Json(done))
+}
+
+async fn forget(With(desk): With<Desk>, Json(whose): Json<Whose>) -> Result<Json<Forgot>, Refused> {
+    let store::Forgotten { keys, rows } = desk.store.forget_owner(&whose.owner).await?;
+    Ok(Json(Forgot { keys, rows, others: (desk.others)() }))
 }
 
 /// The keys that a text means: one, or a block's of every group.

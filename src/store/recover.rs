@@ -21,6 +21,7 @@ use super::index::{Index, Place};
 use super::log::{Limits, Log};
 use super::marks::{self, MARKS};
 use super::scan::{Budget, Guess, How, NoFoot, Scan, read_first, read_foot, scan};
+use super::seal::{Seals, Unkeyed};
 use super::{Error, Opened, worth};
 
 /// Name of the identity's file.
@@ -71,6 +72,8 @@ enum Told {
 
 struct Recovery<'a> {
     files: &'a Files,
+    seals: &'a Seals,
+    unkeyed: Unkeyed,
     opened: Opened,
     /// Bytes of the folder that are no segments of ours.
     other: u64,
@@ -82,9 +85,11 @@ struct Recovery<'a> {
 }
 
 /// Reads a folder that is locked.
-pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, Error> {
+pub fn recover(files: &Files, seals: &Seals, capacity: u64, segment: u64) -> Result<Recovered, Error> {
     let mut recovery = Recovery {
         files,
+        seals,
+        unkeyed: Unkeyed::default(),
         opened: Opened::default(),
         other: 0,
         small: 0,
@@ -272,7 +277,7 @@ impl Recovery<'_> {
     }
 
     fn build(mut self, limits: Limits, segments: Vec<Segment>) -> Recovered {
-        let (files, store) = (self.files, limits.store);
+        let (files, seals, store) = (self.files, self.seals, limits.store);
         let mut log = Log::new(limits, self.next);
         log.set_small(self.small);
         let mut index = Index::default();
@@ -281,7 +286,7 @@ impl Recovery<'_> {
         let ask = |Segment { head, found, handle }: &Segment| match read_foot(files, head, handle, &guess) {
             Ok(entries) => Told::Foot(entries),
             Err(NoFoot::Unsealed) if head.sequence >= young && found.len >= head.size => {
-                Told::Young(scan(files, head, handle, found.len, How { verify: true, budget: None }))
+                Told::Young(scan(files, head, handle, found.len, How { verify: Some(seals), budget: None }))
             }
             Err(why) => Told::Nothing(why),
         };
@@ -298,10 +303,10 @@ impl Recovery<'_> {
                     if index.rows() == 0 {
                         index.reserve((entries.len() * segments.len()).min(AT_ONCE));
                     }
-                    entries.iter().for_each(|e| add(&mut index, segment, e));
+                    entries.iter().for_each(|e| self.add(&mut index, segment, e));
                 }
                 Told::Young(scan) => {
-                    scan.entries.iter().for_each(|e| add(&mut index, segment, e));
+                    scan.entries.iter().for_each(|e| self.add(&mut index, segment, e));
                     self.tell_torn(found, &scan);
                     if scan.partial {
                         // What could not be read may be there at the next start: nothing is written over it.
@@ -320,6 +325,7 @@ impl Recovery<'_> {
             log.reopened(*head, found.taken, scan.tail, scan.entries);
         }
         self.ask_records(unlisted, &mut index);
+        self.tell_unkeyed();
         self.opened.segments = log.segments();
         self.opened.rows = index.rows();
         let handles = segments.into_iter().map(|s| (s.head.sequence, s.handle)).collect();
@@ -330,6 +336,21 @@ impl Recovery<'_> {
     fn stays_unsealed(&mut self, log: &mut Log, Segment { head, found, .. }: &Segment, scan: &Scan) {
         log.found(head.sequence, found.taken, false);
         self.damaged(format!("{}: {}; {} rows used", found.name, NoFoot::Unsealed, scan.entries.len()));
+    }
+
+    /// A row that is sealed under a key which is not here is as good as dropped.
+    fn add(&mut self, index: &mut Index, segment: &Segment, entry: &Entry) {
+        if self.unkeyed.may_use(self.seals, entry) {
+            add(index, segment, entry);
+        }
+    }
+
+    fn tell_unkeyed(&mut self) {
+        let rows = self.unkeyed.rows;
+        self.opened.unkeyed = rows;
+        if rows > 0 {
+            self.note(format!("{rows} rows are sealed under keys that are not here; they are not used"));
+        }
     }
 
     fn tell_torn(&mut self, found: &Found, scan: &Scan) {
@@ -352,9 +373,9 @@ impl Recovery<'_> {
     /// Finds the rows of segments that do not list them, the newest first, as far as that takes little.
     fn ask_records(&mut self, mut unlisted: Vec<(&Segment, NoFoot)>, index: &mut Index) {
         unlisted.reverse();
-        let (files, budget) = (self.files, Budget::new(GLANCES));
+        let (files, seals, budget) = (self.files, self.seals, Budget::new(GLANCES));
         let look = |(Segment { head, found, handle }, why): &(&Segment, NoFoot)| {
-            let verify = matches!(why, NoFoot::Unsealed);
+            let verify = matches!(why, NoFoot::Unsealed).then_some(seals);
             scan(files, head, handle, found.len, How { verify, budget: Some(&budget) })
         };
         in_order(files, &unlisted, look, |(segment, why), scan| {
@@ -362,7 +383,7 @@ impl Recovery<'_> {
             for entry in &scan.entries {
                 // A newer segment may hold the same key, and has been listed already.
                 let newer = index.get(&entry.space, &entry.key).is_some_and(|p| p.sequence > head.sequence);
-                if !newer {
+                if !newer && self.unkeyed.may_use(self.seals, entry) {
                     add(index, segment, entry);
                 }
             }

@@ -8,6 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use super::super::disk::{Body, Buffer, Op, Verb};
 use super::super::format::{Bad, Entry, PAGE, PAGE64, Record, Sequence, padded};
 use super::super::index::{Heat, Place};
+use super::super::seal::Use;
 use super::super::worth::{self, Candidate, Fresh, Ghosts, Kind, Plan, Ranking, Standing};
 use super::{Event, Flight, Slot, Work, verify};
 use crate::base::block::{RowItem, RowKey, Space};
@@ -157,7 +158,7 @@ impl Work {
         let Some(item) = first else { return false };
         let (space, now) = (rows.space, self.seconds());
         let length = u32::try_from(rows.row_bytes()).expect("a row is at most 1 GiB");
-        let place = Place { sequence: Sequence(0), page: 0, length, position: item.position };
+        let place = Place { sequence: Sequence(0), page: 0, length, position: item.position, seal: 0 };
         let heat = worth::born(item.position, now, false);
         let kind = self.kind(&space, &item.key);
         let own = worth::density(&heat, &place, kind, Standing::Attached, self.judge.fresh.get(), now);
@@ -209,12 +210,13 @@ impl Work {
             return self.lost(&row);
         }
         let Op { head, mut body, .. } = op;
-        let (store, events) = (self.parts.store, self.parts.events.clone());
+        let (store, events, seals) = (self.parts.store, self.parts.events.clone(), self.parts.seals.clone());
         self.with_hands += 1;
         self.parts.hands.give(move || {
             let Move { space, key, place } = row;
             let verdict = Record::decode(&head, store, place.sequence)
-                .and_then(|record| verify(record, &mut body, &space, &key, &place));
+                .and_then(|record| verify(record, &space, &key, &place))
+                .and_then(|record| seals.check(record, &mut body, Use::Look));
             let _ = events.send(Event::Fetched(Box::new(Fetched { row, body, verdict })));
         });
     }
@@ -224,6 +226,7 @@ impl Work {
         match (verdict, body) {
             (Ok(record), Body::Own(body)) => self.moves.fetched.push_back((row, body, record)),
             (Ok(_), _) => unreachable!("a row that is moved is read into own memory"),
+            (Err(Bad::NoKey), _) => self.move_ended(),
             (Err(bad), _) => {
                 tracing::warn!(%bad, key = ?row.key, "a row is not what was written; it is dropped");
                 self.lost(&row);
@@ -246,8 +249,7 @@ impl Work {
         // What follows the payload on its last page is nobody's.
         body[record.length as usize..].fill(0);
         let record = Record { sequence, ..record };
-        let Record { space, key, position, length, checksum, .. } = record;
-        let entry = Entry { space, key, position, page, length, checksum };
+        let entry = record.entry(page);
         let head = Buffer::of(&record.encode());
         self.writes_in_flight += 1;
         let offset = u64::from(page) * PAGE64;
