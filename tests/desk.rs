@@ -71,6 +71,33 @@ fn an_operator_looks_verifies_pins_and_drops() {
     assert!(text.contains("(no node runs)") && text.contains("bytes per token"), "{text}");
 }
 
+#[test]
+fn an_operator_forgets_whoever_came_without_a_key_or_with_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = folder.path().join("keys");
+    fs::write(&keys, "ann:secret-of-ann\n").unwrap();
+    let settings = format!("{SETTINGS}[listen]\napi_keys_file = {keys:?}\n");
+    let spec = Spec { name: "a", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(PATIENCE);
+    let body =
+        json!({"model": "mock", "max_tokens": 2, "messages": [{"role": "user", "content": words(3, 150)}]});
+    let ask = agent().post(node.url("/v1/chat/completions")).header("x-api-key", "secret-of-ann");
+    assert_eq!(ask.send_json(body).unwrap().status(), 200);
+    let rows =
+        await_some("rows", PATIENCE, || told(&node, &["ls"], 0)["rows"].as_u64().filter(|&rows| rows > 5));
+    refused(&node, &["forget", "--key", "bob"], 1, "no row is sealed for `bob`; there are rows of");
+    refused(&node, &["forget", "--key", "bob"], 1, "`ann`");
+    refused(&node, &["forget"], 64, "--key");
+    let gone = told(&node, &["forget", "--key", "ann"], 0);
+    assert!(gone["keys"] == 1 && gone["rows"].as_u64() >= Some(rows), "{gone}");
+    assert_eq!(gone["others"], json!([]));
+    node.stop();
+    // Their bytes are there still, and nobody's.
+    let left = told(&node, &["verify"], 0);
+    assert!(left["unkeyed"].as_u64() >= Some(rows) && left["damaged"] == 0, "{left}");
+}
+
 fn looks(node: &Node, short: &str, long: &str) {
     let ls = told(node, &["ls"], 0);
     let rows = ls["rows"].as_u64().unwrap();

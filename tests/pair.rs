@@ -442,7 +442,7 @@ fn run_with(mutant_a: Option<&str>, mutant_b: Option<&str>, damage: Damage) -> N
     let settings = settings(&mock, "canary = false\n");
     // A broken build is looked for in the clear: sealed, a row's tag notices what its checks should have.
     let sealed = mutant_a.is_none() && mutant_b.is_none();
-    let settings = format!("{settings}[store]\nencrypt = {sealed}\n");
+    let settings = format!("{settings}encrypt = {sealed}\n");
     let mut a = single(folder.path(), "a", mutant_a, &settings);
     let spec = Spec {
         name: "b",
