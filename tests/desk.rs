@@ -76,7 +76,7 @@ fn an_operator_forgets_whoever_came_without_a_key_or_with_one() {
     let folder = tempfile::tempdir().unwrap();
     let keys = folder.path().join("keys");
     fs::write(&keys, "ann:secret-of-ann\n").unwrap();
-    let settings = format!("{SETTINGS}[listen]\napi_keys_file = {keys:?}\n");
+    let settings = format!("{SETTINGS}encrypt = true\n[listen]\napi_keys_file = {keys:?}\n");
     let spec = Spec { name: "a", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
     let mut node = Node::start(folder.path(), &spec);
     node.await_ready(PATIENCE);
