@@ -806,6 +806,47 @@ async fn with_keys_only_their_holders_get_in_and_the_engine_sees_no_key() {
     }
 }
 
+/// From the key that a request comes with to the id by which the engine knows it, on whichever node that is.
+#[tokio::test]
+async fn whose_a_request_is_is_known_where_it_is_computed_and_said_to_nobody_else() {
+    let tasks = Tasks::new();
+    let mut engine = Engine::start(&tasks).await;
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "ann \u{e4}:secret-of-ann\nbob:secret-of-bob\n").unwrap();
+    let keys = || Keys::read(file.path()).unwrap();
+    let b = Node::start(&tasks, Setup { keys: keys(), ..Setup::new("b", &engine.url) }).await;
+    let setup = Setup { keys: keys(), dial: dial_to(b.relay), ..Setup::new("a", &engine.url) };
+    let a = Node::start(&tasks, setup).await;
+    let ask = async |id: &str, key: &str| {
+        // Nobody is heard who says whose a request is.
+        let head =
+            format!("x-request-id: {id}\r\nx-api-key: {key}\r\nx-spark-owner: {}\r\n", hex::encode("eve"));
+        a.send(&format!("POST {CHAT} HTTP/1.1\r\n{head}"), HI.as_bytes()).await
+    };
+    let owner = |node: &Node, internal: &str| node.router.owner_of(internal).map(|name| name.to_string());
+    for (id, here) in [("one", true), ("two", false)] {
+        if !here {
+            a.router.set_own(own("", Fit::Unfit("is starting".into())));
+            hear(&a, &b);
+        }
+        let client = ask(id, "secret-of-ann").await;
+        let exchange = engine.next().await;
+        assert!(!exchange.headers.contains_key("x-spark-owner"), "the engine need not know");
+        let computes = if here { &a } else { &b };
+        assert_eq!(owner(computes, &format!("chatcmpl-{id}-0a1b2c3d")).unwrap(), "ann \u{e4}");
+        exchange.reply.send(answer(200, "application/json", "{}")).unwrap();
+        let got = client.answer().await;
+        assert_eq!((got.status, got.header("x-spark-owner")), (200, None));
+        // Rows are stored when the answer may have ended.
+        assert_eq!(owner(computes, &format!("chatcmpl-{id}-0a1b2c3d")).unwrap(), "ann \u{e4}");
+    }
+    assert_eq!(owner(&b, "chatcmpl-one-0a1b2c3d").unwrap(), "", "what it has not seen came without a key");
+    let client = ask("two", "secret-of-bob").await;
+    engine.next().await.reply.send(answer(200, "application/json", "{}")).unwrap();
+    assert_eq!(client.answer().await.status, 200);
+    assert_eq!(owner(&b, "chatcmpl-two-0a1b2c3d"), None, "two keys, one id: nobody must guess");
+}
+
 #[tokio::test]
 async fn what_is_not_served_is_said_in_json() {
     let tasks = Tasks::new();

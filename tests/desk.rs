@@ -71,6 +71,34 @@ fn an_operator_looks_verifies_pins_and_drops() {
     assert!(text.contains("(no node runs)") && text.contains("bytes per token"), "{text}");
 }
 
+#[test]
+fn an_operator_forgets_an_owner() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = format!("{SETTINGS}encrypt = true\n");
+    let spec = Spec { name: "a", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(PATIENCE);
+    complete(&node, "mock", &words(3, 150), 2);
+    node.await_stored();
+    let rows = told(&node, &["ls"], 0)["rows"].as_u64().unwrap();
+    assert!(rows > 5, "{rows}");
+    refused(
+        &node,
+        &["forget", "--key", "bob"],
+        1,
+        "no row is sealed for `bob`; there are rows of (requests without a key)",
+    );
+    refused(&node, &["forget"], 64, "--key");
+    let gone = told(&node, &["forget", "--key", ""], 0);
+    assert!(gone["keys"] == 1 && gone["rows"] == rows, "{gone}");
+    assert_eq!(gone["others"], json!([]));
+    assert_eq!(told(&node, &["ls"], 0)["rows"], 0);
+    node.stop();
+    // Their bytes are there still, and nobody's.
+    let left = told(&node, &["verify"], 0);
+    assert!(left["unkeyed"] == rows && left["damaged"] == 0, "{left}");
+}
+
 fn looks(node: &Node, short: &str, long: &str) {
     let ls = told(node, &["ls"], 0);
     let rows = ls["rows"].as_u64().unwrap();
@@ -112,7 +140,7 @@ fn refuses(node: &Node) {
     refused(node, &["ls", "--by", "colour"], 64, "bytes");
     // Nobody but this machine's user gives orders, whatever a page in a browser sends.
     let rows = node.metric("sparkkv_store_rows");
-    for verb in ["verify", "pin", "unpin", "drop"] {
+    for verb in ["verify", "pin", "unpin", "drop", "forget"] {
         let url = node.url(&format!("/api/v1/store/{verb}"));
         let answer = agent().post(url).send_json(json!({"space": "0000"})).unwrap();
         assert_eq!(answer.status(), 403, "{verb}");

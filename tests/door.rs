@@ -77,15 +77,18 @@ struct House {
     folder: tempfile::TempDir,
 }
 
-fn open_store(folder: &Path, kind: DiskKind, clock: &Clock, meter: &Meter) -> Store {
-    let options = store::Options {
+fn store_options(folder: &Path) -> store::Options {
+    store::Options {
         folder: folder.join("segments"),
         capacity: Bytes::mib(32),
         segment: Bytes::mib(1),
         io: Io::Auto,
         queue_depth: 8,
-    };
-    Store::open(options, kind, clock.clone(), meter).unwrap().0
+    }
+}
+
+fn open_store(folder: &Path, kind: DiskKind, clock: &Clock, meter: &Meter) -> Store {
+    Store::open(store_options(folder), kind, clock.clone(), meter).unwrap().0
 }
 
 fn fingerprint() -> Fingerprint {
@@ -103,6 +106,7 @@ fn options() -> Options {
     Options {
         generation: 7,
         fingerprint: fingerprint(),
+        owner_of: Arc::new(|_| Some("".into())),
         prefill_tokens_per_s: 1500,
         row_budget_percent: ROW_BUDGET_PERCENT,
         tier_on: true,
@@ -146,6 +150,20 @@ impl House {
         let door =
             Door::start(socket.clone(), store.clone(), cluster.clone(), options(), clock, &tasks, &meter);
         Self { door: door.await.unwrap(), socket, store, cluster, tasks, meter, folder }
+    }
+
+    /// With rows sealed, of whoever the request's id says: `clear-NAME`, or nobody knows.
+    async fn sealed() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (tasks, meter, clock) = (Tasks::new(), Meter::new(), Clock::real());
+        let sealing = store::Sealing { keys: Some(folder.path().join("keys")), encrypt: true };
+        let store = store_options(folder.path());
+        let store = Store::open_sealed(store, &sealing, DiskKind::Real, clock.clone(), &meter).unwrap().0;
+        let owner_of = |request: &str| request.strip_prefix("clear-").map(Arc::from);
+        let options = Options { owner_of: Arc::new(owner_of), ..options() };
+        let socket = folder.path().join("run/engine.sock");
+        let door = Door::start(socket.clone(), store.clone(), None, options, clock, &tasks, &meter);
+        Self { door: door.await.unwrap(), socket, store, cluster: None, tasks, meter, folder }
     }
 
     async fn engine(&self, engine_id: &str) -> Engine {
@@ -303,7 +321,7 @@ async fn a_hello_that_does_not_fit_is_refused_with_its_reason() {
 async fn whatever_is_no_hello_is_turned_away() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let house = House::new().await;
-    let store = FromEngine::Store { job: 1, items: vec![item(1, 1)] }.encode();
+    let store = FromEngine::Store { job: 1, request: "r".into(), items: vec![item(1, 1)] }.encode();
     let bare = FromEngine::Hello(serde_json::to_vec(&hello("spark-a-1")).unwrap()).encode();
     let nonsense = FromEngine::Hello(b"{\"protocol\":".to_vec()).encode();
     for (bytes, reason) in [
@@ -370,7 +388,7 @@ async fn frames_cut_into_single_bytes_are_understood() {
     let house = House::new().await;
     let mut engine = house.engine("spark-a-1").await;
     engine.area.fill(2, |b| b.copy_from_slice(&bytes(4)));
-    for byte in (FromEngine::Store { job: 900, items: vec![item(4, 2)] }).encode() {
+    for byte in (FromEngine::Store { job: 900, request: "r".into(), items: vec![item(4, 2)] }).encode() {
         engine.client.send_bytes(&[byte]).await.unwrap();
         tokio::task::yield_now().await;
     }
@@ -414,6 +432,28 @@ async fn one_job_may_fill_the_whole_area() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rows_belong_to_whoever_computed_them_and_go_with_their_key() {
+    let house = House::sealed().await;
+    let mut engine = house.engine("spark-a-1").await;
+    for (n, request) in [(0, "clear-ann"), (2, "clear-bob"), (4, "clear-ann"), (6, "nobody knows")] {
+        engine.area.fill(n, |b| b.copy_from_slice(&bytes(n)));
+        let outcome = within(engine.client.store_for(request, vec![item(n, n)])).await.unwrap();
+        // What cannot be said to be anybody's is not kept, and need not be offered again.
+        assert_eq!(outcome, [if n < 6 { Outcome::Stored } else { Outcome::Held }], "{request}");
+    }
+    let all = [(0, 10), (2, 12), (4, 14), (6, 16)];
+    let [stored, missing] = [Outcome::FromDrive, Outcome::Failed];
+    assert_eq!(engine.load(&all, 0).await, [stored, stored, stored, missing]);
+    assert!([0, 2, 4].into_iter().all(|n| engine.row(n + 10) == bytes(n)), "they are opened");
+    let forgotten = house.store.forget_owner("ann").await.unwrap();
+    assert_eq!((forgotten.keys, forgotten.rows), (1, 2));
+    assert_eq!(engine.load(&all, 0).await, [missing, stored, missing, missing]);
+    let known = |n| engine.client.table.holders(&key(n)) != 0;
+    assert_eq!([0, 2, 4, 6].map(known), [false, true, false, false], "nobody is promised what is gone");
+    house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_too_late_fails_and_never_lands() {
     let house = House::new().await;
     let mut engine = house.engine("spark-a-1").await;
@@ -448,7 +488,8 @@ async fn jobs_run_side_by_side_and_each_is_answered_once() {
     for row in 0..ROWS {
         engine.area.fill(row, |b| b.copy_from_slice(&bytes(row)));
         let job = u64::from(row) * 3;
-        engine.client.send(&FromEngine::Store { job, items: vec![item(row, row)] }).await.unwrap();
+        let store = FromEngine::Store { job, request: String::new(), items: vec![item(row, row)] };
+        engine.client.send(&store).await.unwrap();
     }
     let mut answered = BTreeMap::new();
     while answered.len() < ROWS as usize {
@@ -471,7 +512,7 @@ async fn an_engine_that_vanishes_in_the_middle_of_jobs_leaves_a_node_that_serves
     for round in 2..12 {
         let items = |from: u32| (from..from + ROWS / 2).map(|n| item(n, n % ROWS)).collect::<Vec<_>>();
         let load = FromEngine::Load { job: 50, deadline_us: 0, request: "r".into(), items: items(0) };
-        let store = FromEngine::Store { job: 51, items: items(ROWS * round + ROWS / 2) };
+        let store = FromEngine::Store { job: 51, request: "r".into(), items: items(ROWS * round + ROWS / 2) };
         engine.client.send_bytes(&[load.encode(), store.encode()].concat()).await.unwrap();
         // Connection, mapping and descriptor go away while the jobs run.
         drop(engine);

@@ -50,6 +50,7 @@ impl Node {
         let options = Options {
             generation: 1,
             fingerprint,
+            owner_of: Arc::new(|_| Some("".into())),
             // Slow, so that no load is too late on a busy machine.
             prefill_tokens_per_s: 100,
             row_budget_percent: ROW_BUDGET_PERCENT,

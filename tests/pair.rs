@@ -440,6 +440,9 @@ fn run_with(mutant_a: Option<&str>, mutant_b: Option<&str>, damage: Damage) -> N
     let mock = json!({"rows": 256, "row_bytes": 16384, "device_blocks": 128, "block_tokens": 16,
         "prefill_us_per_token": 50, "itl_us": 100, "groups": "attention_and_state"});
     let settings = settings(&mock, "canary = false\n");
+    // A broken build is looked for in the clear: sealed, a row's tag notices what its checks should have.
+    let sealed = mutant_a.is_none() && mutant_b.is_none();
+    let settings = format!("{settings}encrypt = {sealed}\n");
     let mut a = single(folder.path(), "a", mutant_a, &settings);
     let spec = Spec {
         name: "b",

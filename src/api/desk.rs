@@ -1,6 +1,6 @@
 //! The operator's desk: what the store of a running node holds, and what an operator does with it.
 //!
-//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop, measuring rails) needs the key that the node leaves for
+//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop, forget, measuring rails) needs the key that the node leaves for
 //! its own user in `run/node.json`, also where the API needs none: a page in a browser on this machine can send
 //! requests to loopback, and clients of the API are not its operators.
 
@@ -52,6 +52,8 @@ const NAMESPACE_MIN: usize = 4;
 pub struct Desk {
     store: Store,
     chains: Arc<Mutex<Chains>>,
+    /// Names of the other nodes.
+    others: Others,
     /// What orders need.
     key: Keys,
     /// One verification at a time: two would halve each other and gain nothing.
@@ -65,10 +67,14 @@ pub struct Desk {
 /// Describes the node's rails, and with `true` moves bytes over them.
 pub type MeasureRails = Arc<dyn Fn(bool) -> BoxFuture<'static, Report> + Send + Sync>;
 
+/// Names the other nodes of the cluster.
+pub type Others = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
+
 impl Desk {
-    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, key: &str, tasks: Tasks) -> Self {
+    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, others: Others, key: &str, tasks: Tasks) -> Self {
         let (verifying, measuring) = (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(1)));
-        Self { store, chains, key: Keys::only("operator", key), verifying, tasks, rails: None, measuring }
+        let key = Keys::only("operator", key);
+        Self { store, chains, others, key, verifying, tasks, rails: None, measuring }
     }
 
     /// Who measures rails when an operator asks.
@@ -85,6 +91,7 @@ impl Desk {
             .route("/api/v1/store/unpin", post(unpin))
             .route("/api/v1/store/drop", post(drop_rows))
             .route("/api/v1/rails/measure", post(measure_rails))
+            .route("/api/v1/store/forget", post(forget))
             .route_layer(middleware::from_fn_with_state(self.clone(), operators_only));
         Router::new().route("/api/v1/store", get(sheet)).merge(doing).with_state(self)
     }
@@ -259,6 +266,26 @@ pub struct Done {
     pub changed: u64,
 }
 
+/// Whose rows are to be gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Whose {
+    /// Name of the API key; empty: rows of requests without one.
+    pub owner: String,
+}
+
+/// What was forgotten.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Forgot {
+    /// Keys that were destroyed on this node.
+    pub keys: u64,
+    /// Rows that were held under them.
+    pub rows: u64,
+    /// The other nodes, which have keys of their own: the same is to be said there.
+    pub others: Vec<String>,
+}
+
 /// Why an order was not carried out.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
@@ -288,9 +315,11 @@ impl IntoResponse for Refused {
             Self::Nothing | Self::TooMany | Self::NoKey(_) | Self::NoNamespace(_) | Self::Ambiguous(..) => {
                 StatusCode::BAD_REQUEST
             }
-            Self::UnknownNamespace(_) | Self::UnknownRequest(_) | Self::UnknownKey(_) => {
-                StatusCode::NOT_FOUND
-            }
+            Self::UnknownNamespace(_)
+            | Self::UnknownRequest(_)
+            | Self::UnknownKey(_)
+            | Self::Store(store::Error::UnknownOwner { .. }) => StatusCode::NOT_FOUND,
+            Self::Store(store::Error::KeyNotDestroyed(_)) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Store(store::Error::Closed) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Store(_) => StatusCode::CONFLICT,
         };
@@ -393,6 +422,11 @@ async fn drop_rows(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<J
         done.changed += desk.store.drop_rows(space, keys).await?;
     }
     Ok(Json(done))
+}
+
+async fn forget(With(desk): With<Desk>, Json(whose): Json<Whose>) -> Result<Json<Forgot>, Refused> {
+    let store::Forgotten { keys, rows } = desk.store.forget_owner(&whose.owner).await?;
+    Ok(Json(Forgot { keys, rows, others: (desk.others)() }))
 }
 
 /// The keys that a text means: one, or a block's of every group.

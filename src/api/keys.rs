@@ -6,6 +6,7 @@ use http::header::{self, HeaderMap};
 use sha2::{Digest, Sha256};
 
 use crate::router::Refusal;
+use crate::store::OWNER_MAX;
 
 /// The keys that open the API. None: it is open to everybody who reaches the port.
 #[derive(Clone, Default)]
@@ -24,6 +25,8 @@ pub enum Error {
     Read(PathBuf, std::io::Error),
     #[error("line {line} of {path} is not `name:key` with a key of at least {KEY_MIN} characters")]
     Line { path: PathBuf, line: usize },
+    #[error("line {line} of {path}: a name has at most {OWNER_MAX} bytes")]
+    Name { path: PathBuf, line: usize },
     #[error("{0} holds no API key")]
     Empty(PathBuf),
 }
@@ -84,6 +87,9 @@ impl Keys {
             let (name, key) = (name.trim(), key.trim());
             if name.is_empty() || key.len() < KEY_MIN {
                 return Err(wrong());
+            }
+            if name.len() > OWNER_MAX {
+                return Err(Error::Name { path: path.to_owned(), line: n + 1 });
             }
             keys.push(Key { name: name.to_owned(), hash: Sha256::digest(key).into() });
         }
@@ -207,6 +213,9 @@ mod tests {
                 "{error}"
             );
         }
+        let long = format!("{}:secret-of-long", "n".repeat(257));
+        assert!(matches!(keys(&long), Err(Error::Name { line: 1, .. })));
+        assert!(keys(&long[1..]).is_ok());
         assert!(!format!("{:?}", keys("ann:secret-of-ann").unwrap()).contains("secret"));
     }
 }

@@ -66,12 +66,17 @@ pub type Named = Result<(Namespace, BTreeMap<String, String>), String>;
 /// Makes the namespace of an engine out of what it announced and of its model.
 pub type Fingerprint = Arc<dyn Fn(Hello) -> BoxFuture<'static, Named> + Send + Sync>;
 
+/// Tells by the engine's id of a request whose it is; None where that is not clear.
+pub type OwnerOf = Arc<dyn Fn(&str) -> Option<Arc<str>> + Send + Sync>;
+
 /// What the door needs to know.
 #[derive(Clone)]
 pub struct Options {
     /// Grows with every start of the node.
     pub generation: u64,
     pub fingerprint: Fingerprint,
+    /// Whose rows the engine stores.
+    pub owner_of: OwnerOf,
     /// Tokens per second that recomputing reaches, until [`Door::set_pace`] knows better.
     pub prefill_tokens_per_s: u32,
     /// Usually [`ROW_BUDGET_PERCENT`].
@@ -622,6 +627,7 @@ mod tests {
         let mut options = Options {
             generation: 1,
             fingerprint,
+            owner_of: Arc::new(|_| None),
             prefill_tokens_per_s: 1,
             row_budget_percent: ROW_BUDGET_PERCENT,
             tier_on: true,

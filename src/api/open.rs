@@ -23,7 +23,9 @@ use http::{Request, Response};
 use super::keys::Keys;
 use super::{body, errors};
 use crate::base::units;
-use crate::router::{Aim, Ask, BOX, Call, Endpoint, FORWARDED, Flight, Passage, REQUEST_ID, Refusal, Router};
+use crate::router::{
+    Aim, Ask, BOX, Call, Endpoint, FORWARDED, Flight, OWNER, Passage, REQUEST_ID, Refusal, Router,
+};
 
 /// The open API. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -141,17 +143,24 @@ impl Open {
         body: &mut Body,
     ) -> Result<(Flight, Bytes), Refusal> {
         let Inner { router, keys, max_body } = &*self.0;
-        let mut from = None;
-        match entry {
-            Entry::Relay => from = Some(text(&parts.headers, &FORWARDED).unwrap_or("peer").to_owned()),
-            Entry::Public => {
-                if let Err(refusal) = keys.check(&parts.headers) {
+        let (from, owner) = match entry {
+            Entry::Relay => {
+                let from = text(&parts.headers, &FORWARDED).unwrap_or("peer").to_owned();
+                let told = text(&parts.headers, &OWNER).and_then(|name| hex::decode(name).ok());
+                (Some(from), told.and_then(|name| String::from_utf8(name).ok()))
+            }
+            Entry::Public => match keys.check(&parts.headers) {
+                Ok(name) => (None, name.map(str::to_owned)),
+                Err(refusal) => {
                     router.turned_away(endpoint, &refusal);
                     return Err(refusal);
                 }
-            }
-        }
+            },
+        };
         let mut flight = router.admit(endpoint, id.to_owned(), from)?;
+        if let Some(owner) = owner {
+            flight.belongs_to(&owner);
+        }
         match body::read(body, *max_body).await {
             Ok(bytes) => {
                 flight.body_arrived();
@@ -196,6 +205,11 @@ impl Open {
         }
         if let Ok(id) = HeaderValue::from_str(flight.id()) {
             headers.insert(REQUEST_ID, id);
+        }
+        // Whatever a client says there.
+        headers.remove(OWNER);
+        if let Some(owner) = flight.owner().and_then(|name| HeaderValue::from_str(&hex::encode(name)).ok()) {
+            headers.insert(OWNER, owner);
         }
         let target = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
         let call = Call { method: parts.method.clone(), target, headers, body: bytes };

@@ -18,6 +18,7 @@ pub enum Code {
     StoreDamaged,
     StorePlainIo,
     StoreForeign,
+    StoreKeys,
     StoreBudget,
     StoreUnread,
     LoadsFail,
@@ -31,7 +32,7 @@ pub enum Code {
 }
 
 impl Code {
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::EngineDown,
         Self::EngineCrashLoop,
         Self::EngineStuck,
@@ -41,6 +42,7 @@ impl Code {
         Self::StoreDamaged,
         Self::StorePlainIo,
         Self::StoreForeign,
+        Self::StoreKeys,
         Self::StoreBudget,
         Self::StoreUnread,
         Self::LoadsFail,
@@ -76,6 +78,9 @@ impl Code {
             }
             Self::StoreForeign => {
                 "move files that are not the store's out of its folder: they take room from the cache"
+            }
+            Self::StoreKeys => {
+                "look at state/store-keys: rows under a key that cannot be read are computed again, and none are kept while no key can be made"
             }
             Self::StoreBudget => {
                 "nothing: loads go on and stores come back by themselves; raise store.write_budget when it happens daily"

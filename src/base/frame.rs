@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! 1  HELLO    JSON (geometry::Hello)                                            + descriptor of the row area
-//! 2  STORE    job u64 | count u32 | count × item                                   rows stay pinned until DONE
+//! 2  STORE    job u64 | request text | count u32 | count × item                    rows stay pinned until DONE
 //! 3  LOAD     job u64 | deadline_us u32 (0 = none) | request text | count u32 | count × item   in prefix order
 //! 4  REPORT   request text | prompt u32 | device u32 | staging u32 | drive u32 | peer u32 | computed u32
 //!             | count u32 | count × (key 36 | position u32)                       tokens by source, then the chain
@@ -26,7 +26,7 @@ use super::block::{RowItem, RowKey};
 use super::codec::{Malformed, Reader, Writer};
 
 /// Version of everything in this file and in [`super::table`]; both sides must have the same.
-pub const PROTOCOL: u16 = 1;
+pub const PROTOCOL: u16 = 2;
 
 /// Largest frame, length field excluded: the chain of a million-token prompt at 16 tokens a block is 2.6 MB.
 pub const MAX_FRAME: usize = 4 << 20;
@@ -99,6 +99,8 @@ pub enum FromEngine {
     Hello(Vec<u8>),
     Store {
         job: u64,
+        /// The engine's id of the request that computed the rows: whose they are follows from it.
+        request: String,
         items: Vec<RowItem>,
     },
     Load {
@@ -168,7 +170,7 @@ impl FromEngine {
             Self::Hello(json) => framed(1, |w| {
                 w.bytes(json);
             }),
-            Self::Store { job, items } => framed(2, |w| put_items(w.u64(*job), items)),
+            Self::Store { job, request, items } => framed(2, |w| put_items(w.u64(*job).text(request), items)),
             Self::Load { job, deadline_us, request, items } => {
                 framed(3, |w| put_items(w.u64(*job).u32(*deadline_us).text(request), items))
             }
@@ -190,7 +192,11 @@ impl FromEngine {
         let mut r = Reader::new(frame);
         let said = match r.u8()? {
             1 => Self::Hello(r.rest().to_vec()),
-            2 => Self::Store { job: r.u64()?, items: take_items(&mut r)? },
+            2 => Self::Store {
+                job: r.u64()?,
+                request: r.text("request")?.to_owned(),
+                items: take_items(&mut r)?,
+            },
             3 => Self::Load {
                 job: r.u64()?,
                 deadline_us: r.u32()?,
@@ -304,7 +310,7 @@ mod tests {
         #[test]
         fn what_the_engine_says_reads_back(job: u64, deadline_us: u32, request in ".{0,40}", items in items()) {
             for said in [
-                FromEngine::Store { job, items: items.clone() },
+                FromEngine::Store { job, request: request.clone(), items: items.clone() },
                 FromEngine::Load { job, deadline_us, request: request.clone(), items: items.clone() },
                 FromEngine::Report {
                     request,

@@ -1,7 +1,7 @@
 //! How fast the store is here, beside what the same drive does without it.
 //!
 //! For each row size and each medium, every round measures close together: the raw ceiling ([`raw`], at each depth of
-//! [`DEPTHS`]), the store with checksums ([`store`]), and for comparison the files tier that vLLM brings
+//! [`DEPTHS`]), the store with checksums ([`store`]), the store with rows sealed, and for comparison the files tier that vLLM brings
 //! ([`fs`](mod@fs)). Ratios are made within a round (`stats.rs`). Nothing is compared with an absolute number: drives
 //! and machines differ, and are busy.
 //!
@@ -102,6 +102,11 @@ pub struct Row {
     pub write_ratio: Option<f64>,
     /// The larger of both ways.
     pub extra_cpu_s_per_gb: Option<f64>,
+    /// Speed with rows sealed over speed with rows in the clear.
+    pub sealed_read_ratio: Option<f64>,
+    pub sealed_write_ratio: Option<f64>,
+    /// What sealing adds; the larger of both ways.
+    pub sealed_cpu_s_per_gb: Option<f64>,
     pub vllm_fs_read_ratio: Option<f64>,
     pub vllm_fs_write_ratio: Option<f64>,
     #[serde(skip)]
@@ -122,6 +127,8 @@ pub struct Figures {
     /// Bytes per second of the ceiling.
     pub ceiling: Option<Spread>,
     pub store: Option<Spread>,
+    /// Sealed over plain.
+    pub sealed: Option<Spread>,
     pub other: Option<Spread>,
     /// CPU seconds per GB beyond the ceiling's own.
     pub extra_cpu: Option<Spread>,
@@ -218,7 +225,7 @@ fn announce(options: &Options, say: &dyn Fn(&str)) -> Result<(), Error> {
         u64::from(rows) * u64::from(row_bytes) * 2 + store::room(&options.store, rows, row_bytes)
     };
     let needed = options.row_bytes.iter().map(|&bytes| most(bytes)).max().unwrap_or(0);
-    let passes = (DEPTHS.len() + 1 + usize::from(options.python.is_ok())) as u64 * options.rounds as u64;
+    let passes = (DEPTHS.len() + 2 + usize::from(options.python.is_ok())) as u64 * options.rounds as u64;
     let each = |bytes: &u32| u64::from(count(options, *bytes)) * u64::from(*bytes);
     let written: u64 = options.row_bytes.iter().map(each).sum::<u64>() * passes;
     for (_, folder) in media(options) {
@@ -272,9 +279,21 @@ async fn one(
         let (raw_write, raw_read, direct) = ceilings(folder, &rows, stop)?;
         write.raw.push(raw_write);
         read.raw.push(raw_read);
-        let measured = store::round(&folder.join("store"), &options.store, &rows).await?;
-        write.store.push(measured.write);
-        read.store.push(measured.read);
+        // Sealed and plain take turns at going first.
+        let mut measured = None;
+        for sealed in [round % 2 == 0, round % 2 != 0] {
+            let set = settings::Store { encrypt: sealed, ..options.store.clone() };
+            let of = store::round(&folder.join("store"), &set, &rows).await?;
+            if sealed {
+                write.sealed.push(of.write);
+                read.sealed.push(of.read);
+            } else {
+                write.store.push(of.write);
+                read.store.push(of.read);
+                measured = Some(of);
+            }
+        }
+        let measured = measured.expect("one of two passes is plain");
         if !std::mem::replace(&mut told, true) {
             let how =
                 if direct { "past the page cache" } else { "through the page cache: no direct I/O here" };
@@ -339,16 +358,21 @@ fn row(medium: Medium, row_bytes: u32, write: &Direction, read: &Direction) -> R
         depth: of.best_depth().map_or(0, |n| DEPTHS[n]),
         ceiling: Spread::of(of.ceiling().iter().map(stats::Cost::speed)),
         store: of.store_ratio(),
+        sealed: of.sealed_ratio(),
         other: of.other_ratio(),
         extra_cpu: of.extra_cpu(),
     };
     let cpu = [write, read].into_iter().filter_map(|d| median(d.extra_cpu()));
+    let sealed_cpu = [write, read].into_iter().filter_map(|d| median(d.sealed_cpu()));
     Row {
         row_bytes,
         medium,
         read_ratio: median(read.store_ratio()),
         write_ratio: median(write.store_ratio()),
         extra_cpu_s_per_gb: cpu.max_by(f64::total_cmp),
+        sealed_read_ratio: median(read.sealed_ratio()),
+        sealed_write_ratio: median(write.sealed_ratio()),
+        sealed_cpu_s_per_gb: sealed_cpu.max_by(f64::total_cmp),
         vllm_fs_read_ratio: median(read.other_ratio()),
         vllm_fs_write_ratio: median(write.other_ratio()),
         seen: Seen { read: figures(read), write: figures(write) },

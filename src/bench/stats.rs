@@ -51,6 +51,8 @@ pub struct Direction {
     pub raw: Vec<Vec<Cost>>,
     /// By round.
     pub store: Vec<Cost>,
+    /// The same with rows sealed, by round.
+    pub sealed: Vec<Cost>,
     /// By round; empty when it could not be measured.
     pub other: Vec<Cost>,
 }
@@ -76,6 +78,17 @@ impl Direction {
 
     pub fn store_ratio(&self) -> Option<Spread> {
         self.ratios(&self.store)
+    }
+
+    /// Speed with rows sealed over speed with rows in the clear, within each round.
+    pub fn sealed_ratio(&self) -> Option<Spread> {
+        Spread::of(self.sealed.iter().zip(&self.store).map(|(sealed, plain)| sealed.speed() / plain.speed()))
+    }
+
+    /// CPU seconds per GB that sealing adds, within each round.
+    pub fn sealed_cpu(&self) -> Option<Spread> {
+        let pairs = self.sealed.iter().zip(&self.store);
+        Spread::of(pairs.map(|(sealed, plain)| sealed.cpu_per_gb() - plain.cpu_per_gb()))
     }
 
     pub fn other_ratio(&self) -> Option<Spread> {
@@ -113,12 +126,15 @@ mod tests {
                 vec![cost(2.0, 0.1), cost(1.0, 0.1)],
                 vec![cost(2.0, 0.1), cost(1.0, 0.1)],
             ],
+            sealed: vec![cost(2.5, 0.4), cost(2.0, 0.5), cost(2.5, 0.3)],
             store: vec![cost(1.25, 0.3), cost(1.0, 0.2), cost(2.0, 0.2)],
             other: Vec::new(),
         };
         assert_eq!(direction.best_depth(), Some(1));
         assert_eq!(direction.store_ratio(), Some(Spread { median: 0.8, least: 0.5, most: 1.0 }));
         assert!((direction.extra_cpu().unwrap().median - 0.1).abs() < 1e-9);
+        assert_eq!(direction.sealed_ratio(), Some(Spread { median: 0.5, least: 0.5, most: 0.8 }));
+        assert!((direction.sealed_cpu().unwrap().median - 0.1).abs() < 1e-9);
         assert_eq!(direction.other_ratio(), None);
     }
 

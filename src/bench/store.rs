@@ -20,7 +20,7 @@ use crate::base::shm::Mapping;
 use crate::base::units::Bytes;
 use crate::meter::Meter;
 use crate::settings;
-use crate::store::{DiskKind, Options, Store};
+use crate::store::{DiskKind, Options, Sealing, Store};
 
 /// The space that measured rows live in.
 pub const SPACE: Space = Space { namespace: Namespace([0xb5; 32]), rank: Rank::ONLY };
@@ -141,13 +141,19 @@ pub struct Measured {
 /// # Errors
 /// When the store fails, or a row does not come back as it was.
 pub async fn round(folder: &Path, set: &settings::Store, rows: &Arc<Rows>) -> Result<Measured, Error> {
-    let opened = Store::open(options(folder, set, rows), DiskKind::Real, Clock::real(), &Meter::new());
+    let keys = folder.with_extension("keys");
+    let sealing = Sealing { keys: Some(keys.clone()), encrypt: set.encrypt };
+    let (options, clock) = (options(folder, set, rows), Clock::real());
+    let opened = Store::open_sealed(options, &sealing, DiskKind::Real, clock, &Meter::new());
     let (store, opened) = opened.map_err(Error::Store)?;
     store.attach(rows).await.map_err(Error::Store)?;
     let outcome = both_ways(&store, rows).await;
     store.detach(rows.id).await;
     store.close().await;
     std::fs::remove_dir_all(folder)?;
+    if set.encrypt {
+        std::fs::remove_dir_all(keys)?;
+    }
     let (write, read) = outcome?;
     Ok(Measured { write, read, io: opened.io, notes: opened.notes })
 }

@@ -12,7 +12,7 @@ use super::Layers;
 use super::ask::{Running, not_found};
 use super::out::{Exit, Out, Tint, Told, say};
 use super::status::{about, ago, clean};
-use crate::api::desk::{By, Done, Sheet, Which};
+use crate::api::desk::{By, Done, Forgot, Sheet, Which, Whose};
 use crate::base::clock::unix_seconds;
 use crate::observe::chains::PrefixUse;
 use crate::settings::load;
@@ -36,6 +36,21 @@ pub(super) enum Verb {
     Unpin(Name),
     /// Take rows out for good, pinned ones too. Needs a running node.
     Drop(Name),
+    /// Destroy the keys that rows of an API key are sealed under: nobody can read those rows any more. Rows that several
+    /// share are under the key of whoever computed them first. Needs a running node, and is to be said on each box.
+    Forget(Forget),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Forget {
+    #[command(flatten)]
+    layers: Layers,
+    /// Name of the API key (the part before the colon in `listen.api_keys_file`). Empty: rows of requests without one.
+    #[arg(long, value_name = "NAME")]
+    key: String,
+    /// What was done, as JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -91,13 +106,14 @@ pub(super) fn run(verb: Verb) -> anyhow::Result<Exit> {
         Verb::Pin(name) => order("pin", "pinned", name),
         Verb::Unpin(name) => order("unpin", "unpinned", name),
         Verb::Drop(name) => order("drop", "dropped", name),
+        Verb::Forget(whose) => forget(whose),
     }
 }
 
 /// Where the rows are reached.
 enum Place {
     Running(Running),
-    Shut(Shut),
+    Shut(Box<Shut>),
 }
 
 fn place(layers: &Layers) -> anyhow::Result<Place> {
@@ -108,8 +124,8 @@ fn place(layers: &Layers) -> anyhow::Result<Place> {
     {
         return Ok(Place::Running(running));
     }
-    match Shut::lock(&loaded.places.segments()) {
-        Ok(shut) => Ok(Place::Shut(shut)),
+    match Shut::lock(&loaded.places.segments(), &loaded.places.store_keys()) {
+        Ok(shut) => Ok(Place::Shut(Box::new(shut))),
         Err(error @ (ShutError::NoStore(_) | ShutError::InUse(_))) => {
             Err(not_found(format!("no node answers, and {error}")))
         }
@@ -301,8 +317,13 @@ fn verify(look: &Look) -> anyhow::Result<Exit> {
         out.line(&whole.to_string())?;
     } else {
         let rate = words.rate(&end);
-        let Verification { segments, rows, bytes, damaged, .. } = &end;
+        let Verification { segments, rows, bytes, damaged, unkeyed, .. } = &end;
         out.line(&format!("{segments} segments, {rows} rows, {} read back, {rate}", about(*bytes)))?;
+        if *unkeyed > 0 {
+            out.line(&format!(
+                "{unkeyed} of them are sealed under keys that are not here, and were not opened"
+            ))?;
+        }
         for damage in &end.named {
             let what = format!("! {} at byte {}: {}", clean(&damage.file), damage.offset, clean(&damage.why));
             let key =
@@ -322,6 +343,32 @@ fn verify(look: &Look) -> anyhow::Result<Exit> {
         anyhow::bail!("the verification ended before everything was looked at");
     }
     Ok(if end.damaged > 0 { Exit::Failed } else { Exit::Done })
+}
+
+fn forget(whose: Forget) -> anyhow::Result<Exit> {
+    let Forget { layers, key: owner, json } = whose;
+    let loaded = load(&layers.inputs().with_environment())?;
+    let running = Running::find(&loaded.places.node_file())?;
+    let mut answer = String::new();
+    running.order("/api/v1/store/forget", &serde_json::to_string(&Whose { owner })?, |line| {
+        answer.push_str(line);
+        Ok(())
+    })?;
+    let told: Forgot = serde_json::from_str(&answer).context("what the node says is not to be understood")?;
+    let mut out = Out::new();
+    if json {
+        out.line(&answer)?;
+    } else {
+        let Forgot { keys, rows, others } = told;
+        out.line(&format!("{keys} keys destroyed; {rows} rows can be read by nobody any more"))?;
+        if !others.is_empty() {
+            let others: Vec<String> = others.iter().map(|name| clean(name)).collect();
+            let what = format!("! {} has keys of its own: run this there too", others.join(", "));
+            out.line(&out.tint(Tint::Warn, &what))?;
+        }
+    }
+    out.done()?;
+    Ok(Exit::Done)
 }
 
 fn order(verb: &str, done: &str, name: Name) -> anyhow::Result<Exit> {

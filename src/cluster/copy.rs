@@ -210,7 +210,9 @@ async fn step(inner: &Inner, engine: &Arc<Rows>, own: &mut Option<Arc<Rows>>, tu
         let cold = inner.store.coldest(space, *turn, OFFER);
         desk.metrics.offered.inc_by(shared.offer(space, cold, *turn) as u64);
     }
-    if !desk.loads.is_idle(now) {
+    // Whose a row of another node is does not come with it, and sealed under nobody's key it would outlive the key of
+    // whoever it belongs to.
+    if inner.store.encrypts() || !desk.loads.is_idle(now) {
         return false;
     }
     let most = (MEMORY / engine.row_bytes().max(1)).clamp(1, ROWS);

@@ -154,8 +154,13 @@ impl DoorClient {
 
     /// Offers rows and waits until the node is done with them. Only for one job at a time.
     pub async fn store(&mut self, items: Vec<RowItem>) -> Result<Vec<Outcome>, Error> {
-        let (job, count) = (self.next_job(), items.len());
-        self.send(&FromEngine::Store { job, items }).await?;
+        self.store_for("test", items).await
+    }
+
+    /// The same, of rows that this request computed.
+    pub async fn store_for(&mut self, request: &str, items: Vec<RowItem>) -> Result<Vec<Outcome>, Error> {
+        let (job, count, request) = (self.next_job(), items.len(), request.to_owned());
+        self.send(&FromEngine::Store { job, request, items }).await?;
         self.done(job, count).await
     }
 

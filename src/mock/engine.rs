@@ -255,7 +255,7 @@ impl Inner {
         let hit = self.hit(&ask, &chain).await;
         let cached = hit.blocks * self.shape.block_tokens;
         self.compute_prompt(&chain, hit.blocks, tokens.len() - cached).await;
-        self.offer(&chain, hit.blocks);
+        self.offer(&ask.id, &chain, hit.blocks);
         self.report(&ask, &chain, hit).await;
         self.counts.prompt_tokens.fetch_add(tokens.len() as u64, Ordering::Relaxed);
         self.counts.cached_tokens.fetch_add(cached as u64, Ordering::Relaxed);
@@ -273,7 +273,7 @@ impl Inner {
             let said = self.counts.words.fetch_add(1, Ordering::Relaxed) + 1;
             crash_if(self.shape.crash.after_token == Some(said));
         }
-        self.keep_reply(&tokens, chain.len());
+        self.keep_reply(&ask.id, &tokens, chain.len());
         drop(place);
         let _ = events.send(Event::End { natural }).await;
     }
@@ -459,7 +459,7 @@ impl Inner {
 
     /// Writes what is on the device and not in the rows, or in the rows but with no node, into rows and offers it,
     /// in the order of the prompt and as far as rows are free. States below `from` were not computed.
-    fn offer(self: &Arc<Self>, chain: &[BlockHash], from: usize) {
+    fn offer(self: &Arc<Self>, request: &str, chain: &[BlockHash], from: usize) {
         let Some(link) = self.link.clone() else { return };
         let wanted = (0..chain.len()).flat_map(|block| {
             let (attention, state) = cache::keys(chain, block);
@@ -489,11 +489,15 @@ impl Inner {
         if items.is_empty() {
             return;
         }
-        let inner = Arc::clone(self);
-        self.tasks.spawn(Kind::Serving, "mock store", async move { inner.store(&link, items).await });
+        let (inner, request) = (Arc::clone(self), request.to_owned());
+        self.tasks.spawn(
+            Kind::Serving,
+            "mock store",
+            async move { inner.store(&link, request, items).await },
+        );
     }
 
-    async fn store(&self, link: &Link, items: Vec<RowItem>) {
+    async fn store(&self, link: &Link, request: String, items: Vec<RowItem>) {
         for item in &items {
             let fresh = self.caches.lock().rows.state(&item.key) == Some(false);
             if fresh {
@@ -504,7 +508,7 @@ impl Inner {
         }
         self.changed.notify_waiters();
         let number = self.counts.stores.fetch_add(1, Ordering::Relaxed) + 1;
-        let storing = link.store(items.clone());
+        let storing = link.store(items.clone(), request);
         let outcomes = crash_within(self.shape.crash.in_store == Some(number), storing).await;
         let mut caches = self.caches.lock();
         for (item, outcome) in items.iter().zip(outcomes) {
@@ -517,7 +521,7 @@ impl Inner {
 
     /// What the reply filled: on the device, and offered unless only prompts are kept. The last word was said and
     /// never read, so nothing was computed for it.
-    fn keep_reply(self: &Arc<Self>, tokens: &[u32], prompt_blocks: usize) {
+    fn keep_reply(self: &Arc<Self>, request: &str, tokens: &[u32], prompt_blocks: usize) {
         let tokens = &tokens[..tokens.len().saturating_sub(1)];
         let chain = model::chain(&self.shape.hash_seed, self.shape.block_tokens, tokens);
         let mut caches = self.caches.lock();
@@ -530,7 +534,7 @@ impl Inner {
         }
         drop(caches);
         if !self.shape.offload_prompt_only && chain.len() > prompt_blocks {
-            self.offer(&chain, prompt_blocks);
+            self.offer(request, &chain, prompt_blocks);
         }
     }
 

@@ -52,7 +52,7 @@ impl View {
 }
 
 enum Order {
-    Store(Vec<RowItem>, oneshot::Sender<Vec<Outcome>>),
+    Store { items: Vec<RowItem>, request: String, done: oneshot::Sender<Vec<Outcome>> },
     Load { items: Vec<RowItem>, deadline_us: u32, request: String, done: oneshot::Sender<Vec<Outcome>> },
     Report(FromEngine),
 }
@@ -80,9 +80,9 @@ impl Link {
     }
 
     /// Offers rows. Returns when nothing can touch them any more.
-    pub async fn store(&self, items: Vec<RowItem>) -> Vec<Outcome> {
+    pub async fn store(&self, items: Vec<RowItem>, request: String) -> Vec<Outcome> {
         let (done, answer) = oneshot::channel();
-        self.order(items.len(), Order::Store(items, done), answer).await
+        self.order(items.len(), Order::Store { items, request, done }, answer).await
     }
 
     /// Asks for rows. Returns when nothing can touch them any more.
@@ -260,9 +260,9 @@ impl Line {
 /// The frame of an order, and its place among the open jobs.
 fn enter(order: Order, job: u64, jobs: &mut HashMap<u64, Job>) -> FromEngine {
     match order {
-        Order::Store(items, done) => {
+        Order::Store { items, request, done } => {
             jobs.insert(job, Job { count: items.len(), done });
-            FromEngine::Store { job, items }
+            FromEngine::Store { job, request, items }
         }
         Order::Load { items, deadline_us, request, done } => {
             jobs.insert(job, Job { count: items.len(), done });
@@ -275,7 +275,7 @@ fn enter(order: Order, job: u64, jobs: &mut HashMap<u64, Job>) -> FromEngine {
 /// Without a node nothing is touched: the answer is there at once.
 fn refuse(order: Order) {
     match order {
-        Order::Store(items, done) | Order::Load { items, done, .. } => {
+        Order::Store { items, done, .. } | Order::Load { items, done, .. } => {
             Job { count: items.len(), done }.fail();
         }
         Order::Report(_) => {}

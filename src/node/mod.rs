@@ -145,6 +145,17 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     .await?;
     let rails = watch_rails(&settings, &cluster, &clock, &tasks, &meter).await;
     let view = engine::watch_view(places.engine_view(), &tasks);
+    let router = Router::new(
+        router::Options {
+            name: settings.node.name.clone(),
+            share: settings.router.share,
+            idle: Duration::from_secs(settings.router.idle_timeout_s.into()),
+            max_requests: settings.listen.max_requests,
+            dial: dial(cluster.clone()),
+        },
+        clock.clone(),
+        &meter,
+    );
     let door = local::Door::start(
         places.engine_socket(),
         store.clone(),
@@ -152,6 +163,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         local::Options {
             generation,
             fingerprint: fingerprint(),
+            owner_of: owner_of(router.clone()),
             prefill_tokens_per_s: settings.engine.prefill_tokens_per_s,
             row_budget_percent: ROW_BUDGET_PERCENT,
             // Until the gate has a verdict, also for whoever uses the engine's own port.
@@ -168,17 +180,6 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     };
     let local_key = hex::encode(rand::random::<[u8; 16]>());
     let keys = keys.with_local(&local_key);
-    let router = Router::new(
-        router::Options {
-            name: settings.node.name.clone(),
-            share: settings.router.share,
-            idle: Duration::from_secs(settings.router.idle_timeout_s.into()),
-            max_requests: settings.listen.max_requests,
-            dial: dial(cluster.clone()),
-        },
-        clock.clone(),
-        &meter,
-    );
     let (judge, judged) = tokio::sync::watch::channel(gate::Judged::default());
     let parts = Parts {
         needs_key: keys.required(),
@@ -201,7 +202,11 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         alerts: Arc::default(),
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
-    let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), &local_key, tasks.clone());
+    let cluster = parts.cluster.clone();
+    let others: desk::Others =
+        Arc::new(move || cluster.members().into_iter().map(|member| member.name).collect());
+    let desk =
+        desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), others, &local_key, tasks.clone());
     let asked = parts.clone();
     let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
     let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
@@ -243,11 +248,22 @@ async fn recover(settings: &Settings, places: &Places, clock: &Clock, meter: &Me
         queue_depth: settings.store.queue_depth,
     };
     let (clock, meter) = (clock.clone(), meter.clone());
-    let opening = tokio::task::spawn_blocking(move || Store::open(options, DiskKind::Real, clock, &meter));
+    let sealing = store::Sealing { keys: Some(places.store_keys()), encrypt: settings.store.encrypt };
+    let opening = tokio::task::spawn_blocking(move || {
+        Store::open_sealed(options, &sealing, DiskKind::Real, clock, &meter)
+    });
     let opened = log_slow("the store to read its segments", Duration::from_secs(5), opening).await;
     let (store, opened) = opened.map_err(|join| Error::Runtime(io::Error::other(join)))??;
     store.set_ttl_days(settings.store.ttl_days);
-    tracing::info!(segments = opened.segments, rows = opened.rows, damaged = opened.damaged, io = %opened.io, "store");
+    let encrypts = store.encrypts();
+    tracing::info!(
+        segments = opened.segments,
+        rows = opened.rows,
+        damaged = opened.damaged,
+        io = %opened.io,
+        encrypts,
+        "store"
+    );
     for note in &opened.notes {
         tracing::warn!(note, "store");
     }
@@ -267,6 +283,11 @@ fn fingerprint() -> local::Fingerprint {
         }
         .boxed()
     })
+}
+
+/// Whose rows the engine stores: the router has seen the request's key.
+fn owner_of(router: Router) -> local::OwnerOf {
+    Arc::new(move |request: &str| router.owner_of(request))
 }
 
 /// How the router reaches the engine of another node: over the cluster's encrypted streams.

@@ -73,6 +73,10 @@ pub struct Flight {
     added: Option<Duration>,
     prefix: Vec<Mark>,
     session: Option<Mark>,
+    /// The name of the API key that it came with.
+    owner: Option<Arc<str>>,
+    /// The owner is known to whoever asks about the engine's id.
+    entered: bool,
     tail: Tail,
     done: bool,
     out: Outcome,
@@ -94,6 +98,8 @@ impl Flight {
             added: None,
             prefix: Vec::new(),
             session: None,
+            owner: None,
+            entered: false,
             tail: Tail::default(),
             done: false,
             out: Outcome {
@@ -140,6 +146,15 @@ impl Flight {
         &self.prefix
     }
 
+    /// It came with the API key of this name, here or at the node that passed it on.
+    pub fn belongs_to(&mut self, owner: &str) {
+        self.owner = Some(owner.into());
+    }
+
+    pub fn owner(&self) -> Option<&str> {
+        self.owner.as_deref()
+    }
+
     /// The request is whole and read: from here on the router is what it waits for.
     pub fn body_arrived(&mut self) {
         self.ready = Some(self.shared.clock.now());
@@ -154,6 +169,10 @@ impl Flight {
         self.session = ask.session.as_deref().map(prefix::session);
         if let (Endpoint::Responses, Some(id)) = (ask.endpoint, &ask.request_id) {
             self.out.engine_id.clone_from(id);
+        }
+        if let (Some(owner), false) = (&self.owner, self.entered) {
+            self.shared.owners.lock().enter(&self.out.engine_id, owner);
+            self.entered = true;
         }
     }
 
@@ -228,6 +247,9 @@ impl Drop for Flight {
         // Many clients close as soon as they have read the stream's last event.
         if !self.done && self.tail.whole() {
             self.out.end = End::Whole;
+        }
+        if self.entered {
+            self.shared.owners.lock().leave(&self.out.engine_id);
         }
         self.out.duration = self.shared.clock.now().since(self.begin);
         self.out.usage = self.tail.usage();

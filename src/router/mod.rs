@@ -12,6 +12,7 @@
 mod ask;
 mod catalog;
 mod flight;
+mod owners;
 mod passage;
 mod policy;
 mod prefix;
@@ -38,7 +39,7 @@ pub use passage::Passage;
 pub use policy::{Candidate, Decision, Fit, MARGIN, place};
 pub use prefix::Mark;
 pub use refusal::Refusal;
-pub use relay::{BOX, Call, Dial, FORWARDED, REQUEST_ID, ROUTER_US, Wire, nobody};
+pub use relay::{BOX, Call, Dial, FORWARDED, OWNER, REQUEST_ID, ROUTER_US, Wire, nobody};
 pub use state::{Note, Own, Peer};
 pub use usage::Usage;
 
@@ -112,6 +113,12 @@ impl Router {
     /// What became of each request, from now on.
     pub fn outcomes(&self) -> broadcast::Receiver<Outcome> {
         self.shared.outcomes.subscribe()
+    }
+
+    /// Whose request the engine of this node means by its id: the name of the API key, or an empty one. None: it is not
+    /// clear, and nobody must guess.
+    pub fn owner_of(&self, internal: &str) -> Option<Arc<str>> {
+        self.shared.owners.lock().of(internal)
     }
 
     /// The nodes as the next request would find them.

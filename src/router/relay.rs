@@ -44,6 +44,8 @@ pub const FORWARDED: HeaderName = HeaderName::from_static("x-spark-forwarded");
 pub const BOX: HeaderName = HeaderName::from_static("x-spark-box");
 /// Microseconds that the routers added.
 pub const ROUTER_US: HeaderName = HeaderName::from_static("x-spark-router-us");
+/// The name of the API key that a request came with, in hexadecimal: what one node tells another. Nobody else is heard.
+pub const OWNER: HeaderName = HeaderName::from_static("x-spark-owner");
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// An idle connection is kept this long. Shorter than the 5 s after which the engine's server closes its side, so
@@ -139,8 +141,13 @@ fn request(to: To<'_>, call: &Call) -> Result<Request<Full<Bytes>>, String> {
     for name in [header::HOST, header::CONTENT_LENGTH, header::EXPECT, BOX, FORWARDED] {
         headers.remove(name);
     }
-    if let To::Peer { own, .. } = to {
-        headers.insert(FORWARDED, HeaderValue::from_str(own).map_err(|error| error.to_string())?);
+    match to {
+        To::Peer { own, .. } => {
+            headers.insert(FORWARDED, HeaderValue::from_str(own).map_err(|error| error.to_string())?);
+        }
+        To::Engine(_) => {
+            headers.remove(OWNER);
+        }
     }
     Ok(request)
 }

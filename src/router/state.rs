@@ -13,6 +13,7 @@ use tokio::sync::{Notify, broadcast};
 
 use super::ask::Ask;
 use super::flight::{End, Outcome};
+use super::owners::Owners;
 use super::policy::{Candidate, Fit};
 use super::prefix::{self, Known, Mark};
 use super::refusal::Refusal;
@@ -92,6 +93,8 @@ pub(super) struct Shared {
     pub clock: Clock,
     pub series: Series,
     pub outcomes: broadcast::Sender<Outcome>,
+    /// Guards: whose request is whose. Held for a few map operations.
+    pub owners: Mutex<Owners>,
     state: Mutex<State>,
     left: Notify,
 }
@@ -152,6 +155,7 @@ impl Shared {
             series: Series::new(meter),
             outcomes: broadcast::channel(OUTCOMES_MAX).0,
             left: Notify::new(),
+            owners: Mutex::default(),
             state: Mutex::new(State {
                 own,
                 peers: BTreeMap::new(),

@@ -132,6 +132,11 @@ pub struct Store {
     /// Days without use after which a row goes before all others when room is needed, in every namespace. Default 0:
     /// a row goes only for one that is worth more.
     pub ttl_days: u32,
+    /// Seal new rows with AES-256-GCM, each under a key of the API key that its request came with and of its namespace;
+    /// `spark-kv store forget --key NAME` destroys a key. Rows that are held stay as they are. Keys lie in
+    /// `state/store-keys`. Default false: on a drive of 2 GB/s and two cores it costs nothing of reading and 13 to 17 % of
+    /// writing; `spark-kv bench store` measures it.
+    pub encrypt: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -235,6 +240,7 @@ impl Default for Store {
             scrub_days: 30,
             write_budget: Bytes(0),
             ttl_days: 0,
+            encrypt: false,
         }
     }
 }
@@ -343,6 +349,10 @@ impl Places {
     /// What the last day wrote and read; beside the store's folder, in which every file counts.
     pub fn store_wear(&self) -> PathBuf {
         self.state.join("store-wear")
+    }
+    /// The keys that rows are sealed under; beside the store's folder, so that it can be copied or given away without.
+    pub fn store_keys(&self) -> PathBuf {
+        self.state.join("store-keys")
     }
     /// Which segment was read back when.
     pub fn store_scrub(&self) -> PathBuf {

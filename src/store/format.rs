@@ -1,4 +1,4 @@
-//! Bytes on the drive, version 1: what a store's files hold, and how they are read back.
+//! Bytes on the drive, version 2: what a store's files hold, and how they are read back.
 //!
 //! ```text
 //! folder/lock                  empty; held by flock while a store is open
@@ -27,6 +27,11 @@
 //! and read as zeros from then on. The foot lists it still. So a record whose header page is all zeros is no damage, it
 //! is a row that is not there any more; where the file system tells which parts of a file are holes, it need not even
 //! be read. Head, foot and trailer are never given back while the segment stays.
+//!
+//! A payload is plain, vouched for by a crc64, or sealed by AES-256-GCM, vouched for by the cipher's tag; each record
+//! says which. Everything but the payload is in the clear: whose row it is can be read without the key. Version 1 knew
+//! plain payloads alone and is read as it is; its segments go on in version 2. Identity and marks have a version of
+//! their own.
 
 use std::ops::Range;
 
@@ -39,8 +44,11 @@ pub const PAGE: usize = 4096;
 /// [`PAGE`] for offsets in files.
 pub const PAGE64: u64 = 4096;
 
-/// Version of every structure in this file.
-pub const VERSION: u16 = 1;
+/// Version of heads, records and trailers that are written; all from 1 on are read.
+pub const VERSION: u16 = 2;
+
+/// Version of [`Identity`], which has not changed since the first: a store keeps its name under an older program.
+const IDENTITY_VERSION: u16 = 1;
 
 /// Largest payload: rows are at most 1 GiB (geometry.rs).
 pub const PAYLOAD_MAX: u32 = 1 << 30;
@@ -66,7 +74,7 @@ pub struct Sequence(pub u64);
 pub enum Bad {
     #[error("not one of our files")]
     Magic,
-    #[error("format version {0}, this program reads {VERSION}")]
+    #[error("format version {0}, this program reads up to {VERSION}")]
     Version(u16),
     #[error("the checksum does not match")]
     Checksum,
@@ -78,6 +86,10 @@ pub enum Bad {
     OtherRow,
     #[error("its room was given back")]
     Released,
+    #[error("its seal is broken")]
+    Seal,
+    #[error("its key is not here")]
+    NoKey,
     #[error("{0} leaves its bounds")]
     Bounds(&'static str),
     #[error(transparent)]
@@ -122,9 +134,9 @@ fn close(mut w: Writer) -> Vec<u8> {
     w.0
 }
 
-fn begin(magic: &[u8; 8]) -> Writer {
+fn begin(magic: &[u8; 8], version: u16) -> Writer {
     let mut w = Writer::default();
-    w.bytes(magic).u16(VERSION);
+    w.bytes(magic).u16(version);
     w
 }
 
@@ -138,7 +150,7 @@ fn fields<'a>(page: &'a [u8], magic: &[u8; 8]) -> Result<Reader<'a>, Bad> {
         return Err(Bad::Magic);
     }
     let version = r.u16()?;
-    if version != VERSION {
+    if version == 0 || version > VERSION {
         return Err(Bad::Version(version));
     }
     if crc64(&[body]) != u64::from_le_bytes(*sum) {
@@ -155,7 +167,7 @@ pub struct Identity {
 
 impl Identity {
     pub fn encode(&self) -> Vec<u8> {
-        let mut w = begin(IDENTITY);
+        let mut w = begin(IDENTITY, IDENTITY_VERSION);
         w.bytes(&self.store.0);
         close(w)
     }
@@ -176,7 +188,7 @@ pub struct Head {
 
 impl Head {
     pub fn encode(&self) -> Vec<u8> {
-        let mut w = begin(HEAD);
+        let mut w = begin(HEAD, VERSION);
         w.bytes(&self.store.0).u64(self.sequence.0).u64(self.size);
         close(w)
     }
@@ -195,10 +207,24 @@ impl Head {
     }
 }
 
+/// Number of AES-256-GCM in record headers. crc64-nvme has [`CRC64_NVME`].
+const AES_256_GCM: u8 = 2;
+
+/// What opens a sealed payload, together with its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seal {
+    /// Number of the key in this store; never 0.
+    pub key: u32,
+    /// Random, and used once with its key.
+    pub nonce: [u8; 12],
+    pub tag: [u8; 16],
+}
+
 /// The page before a payload. A row's identity is all of space and key, and where in its prompt it ends.
 ///
 /// `magic 8 | version 2 | rank 2 | ranks 2 | algorithm 1 | 0 1 | namespace 32 | key 36 | position 4 | length 4 |
-/// checksum 8 | sequence 8 | store 16`. The checksum is of the payload, without its padding.
+/// checksum 8 | sequence 8 | store 16`, and for a sealed payload `| number of its key 4 | nonce 12 | tag 16`. The
+/// checksum is of the payload, without its padding; of a sealed one it is 0, since it would tell about the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     pub store: StoreId,
@@ -208,15 +234,37 @@ pub struct Record {
     pub position: u32,
     pub length: u32,
     pub checksum: u64,
+    /// None: the payload is plain.
+    pub seal: Option<Seal>,
 }
 
 impl Record {
     pub fn encode(&self) -> Vec<u8> {
-        let mut w = begin(RECORD);
-        w.u16(self.space.rank.index).u16(self.space.rank.of).u8(CRC64_NVME).u8(0);
+        let mut w = begin(RECORD, VERSION);
+        let algorithm = if self.seal.is_some() { AES_256_GCM } else { CRC64_NVME };
+        w.u16(self.space.rank.index).u16(self.space.rank.of).u8(algorithm).u8(0);
         w.bytes(&self.space.namespace.0).bytes(&self.key.to_bytes());
         w.u32(self.position).u32(self.length).u64(self.checksum).u64(self.sequence.0).bytes(&self.store.0);
+        if let Some(Seal { key, nonce, tag }) = &self.seal {
+            w.u32(*key).bytes(nonce).bytes(tag);
+        }
         close(w)
+    }
+
+    /// What the tag of a payload vouches for beside the payload: everything that this page says, but for the segment's
+    /// sequence. A row that moves to another segment moves as it is, and a copy elsewhere is the same row.
+    pub fn bound(&self, key: u32) -> Vec<u8> {
+        let mut w = Writer::default();
+        w.bytes(RECORD).u8(AES_256_GCM).u32(key).bytes(&self.store.0);
+        w.bytes(&self.space.namespace.0).u16(self.space.rank.index).u16(self.space.rank.of);
+        w.bytes(&self.key.to_bytes()).u32(self.position).u32(self.length);
+        w.0
+    }
+
+    /// How the foot lists it, when it stands on this page.
+    pub fn entry(&self, page: u32) -> Entry {
+        let &Self { space, key, position, length, checksum, .. } = self;
+        Entry { space, key, position, page, length, checksum, seal: self.seal.map_or(0, |seal| seal.key) }
     }
 
     /// Reads a record's page and refuses one that another segment or store wrote. [`Bad::Released`] is no damage.
@@ -227,12 +275,12 @@ impl Record {
         let mut r = fields(page, RECORD)?;
         let rank = Rank { index: r.u16()?, of: r.u16()? };
         let algorithm = r.u8()?;
-        if algorithm != CRC64_NVME {
+        if algorithm != CRC64_NVME && algorithm != AES_256_GCM {
             return Err(Malformed::Unknown { what: "checksum algorithm", value: algorithm.into() }.into());
         }
         r.u8()?;
         let space = Space { namespace: Namespace(r.array()?), rank };
-        let record = Self {
+        let mut record = Self {
             space,
             key: RowKey::from_bytes(&r.array()?),
             position: r.u32()?,
@@ -240,7 +288,11 @@ impl Record {
             checksum: r.u64()?,
             sequence: Sequence(r.u64()?),
             store: StoreId(r.array()?),
+            seal: None,
         };
+        if algorithm == AES_256_GCM {
+            record.seal = Some(Seal { key: r.u32()?, nonce: r.array()?, tag: r.array()? });
+        }
         if record.store != store {
             return Err(Bad::Foreign);
         }
@@ -250,12 +302,19 @@ impl Record {
         if record.length == 0 || record.length > PAYLOAD_MAX {
             return Err(Bad::Bounds("the payload"));
         }
+        if record.seal.is_some_and(|seal| seal.key == 0 || record.checksum != 0) {
+            return Err(Bad::Bounds("the seal"));
+        }
         Ok(record)
     }
 }
 
+/// Bit of a foot entry's length: the payload is sealed. A length never has it ([`PAYLOAD_MAX`]).
+const SEALED: u32 = 1 << 31;
+
 /// One record as the foot lists it: `namespace 32 | rank 2 | ranks 2 | key 36 | position 4 | page 4 | length 4 |
-/// checksum 8`.
+/// checksum 8`. Of a sealed record the length has its highest bit set, and the number of its key stands in the
+/// checksum's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub space: Space,
@@ -265,25 +324,33 @@ pub struct Entry {
     pub page: u32,
     pub length: u32,
     pub checksum: u64,
+    /// Number of the key that the payload is sealed under; 0: it is plain.
+    pub seal: u32,
 }
 
 impl Entry {
     fn write(&self, w: &mut Writer) {
         w.bytes(&self.space.namespace.0).u16(self.space.rank.index).u16(self.space.rank.of);
-        w.bytes(&self.key.to_bytes()).u32(self.position).u32(self.page).u32(self.length).u64(self.checksum);
+        let (length, last) = match self.seal {
+            0 => (self.length, self.checksum),
+            key => (self.length | SEALED, key.into()),
+        };
+        w.bytes(&self.key.to_bytes()).u32(self.position).u32(self.page).u32(length).u64(last);
     }
 
     fn read(r: &mut Reader<'_>) -> Result<Self, Malformed> {
         let namespace = Namespace(r.array()?);
         let rank = Rank { index: r.u16()?, of: r.u16()? };
-        Ok(Self {
-            space: Space { namespace, rank },
-            key: RowKey::from_bytes(&r.array()?),
-            position: r.u32()?,
-            page: r.u32()?,
-            length: r.u32()?,
-            checksum: r.u64()?,
-        })
+        let (key, position, page) = (RowKey::from_bytes(&r.array()?), r.u32()?, r.u32()?);
+        let (length, last) = (r.u32()?, r.u64()?);
+        let (mut checksum, mut seal) = (last, 0);
+        if length & SEALED != 0 {
+            let number = u32::try_from(last).ok().filter(|&number| number != 0);
+            seal = number.ok_or(Malformed::Unknown { what: "number of a key", value: last })?;
+            checksum = 0;
+        }
+        let space = Space { namespace, rank };
+        Ok(Self { space, key, position, page, length: length & !SEALED, checksum, seal })
     }
 
     /// Where its record lies.
@@ -357,7 +424,7 @@ pub fn encode_foot(head: &Head, entries: &[Entry]) -> Vec<u8> {
     }
     let len = usize::try_from(padded(w.0.len() as u64)).expect("it is in memory");
     w.0.resize(len, 0);
-    let mut trailer = begin(TRAILER);
+    let mut trailer = begin(TRAILER, VERSION);
     trailer.bytes(&head.store.0).u64(head.sequence.0);
     trailer.u64(head.size - foot_bytes(count.into())).u32(count).u64(crc64(&[&w.0]));
     w.bytes(&close(trailer));
@@ -396,21 +463,24 @@ mod tests {
     }
 
     fn entries() -> impl Strategy<Value = Vec<Entry>> {
-        let one = (space(), key(), any::<u32>(), 1..40_u32, 1..PAGE as u32, any::<u64>()).prop_map(
-            |(space, key, position, page, length, checksum)| Entry {
+        let vouched =
+            prop_oneof![any::<u64>().prop_map(|sum| (sum, 0)), (1..=u32::MAX).prop_map(|key| (0, key))];
+        let one = (space(), key(), any::<u32>(), 1..40_u32, 1..PAGE as u32, vouched).prop_map(
+            |(space, key, position, page, length, (checksum, seal))| Entry {
                 space,
                 key,
                 position,
                 page,
                 length,
                 checksum,
+                seal,
             },
         );
         proptest::collection::vec(one, 0..60)
     }
 
     fn record(space: Space, key: RowKey, position: u32, length: u32, checksum: u64) -> Record {
-        Record { store: STORE, sequence: Sequence(7), space, key, position, length, checksum }
+        Record { store: STORE, sequence: Sequence(7), space, key, position, length, checksum, seal: None }
     }
 
     proptest! {
@@ -433,6 +503,9 @@ mod tests {
                                       length in 1..PAYLOAD_MAX, entries in entries()) {
             let r = record(space, key, position, length, checksum);
             prop_assert_eq!(Record::decode(&r.encode(), STORE, Sequence(7)), Ok(r));
+            let seal = Some(Seal { key: checksum as u32 | 1, nonce: [5; 12], tag: [position as u8; 16] });
+            let sealed = Record { checksum: 0, seal, ..r };
+            prop_assert_eq!(Record::decode(&sealed.encode(), STORE, Sequence(7)), Ok(sealed));
             prop_assert_eq!(Head::decode(&HEAD_OF_7.encode()), Ok(HEAD_OF_7));
             let foot = encode_foot(&HEAD_OF_7, &entries);
             prop_assert_eq!(foot.len() as u64, foot_bytes(entries.len() as u64));
@@ -445,6 +518,10 @@ mod tests {
         #[test]
         fn one_flipped_bit_anywhere_is_noticed(bit in 0..PAGE * 8, space in space(), key in key()) {
             let mut page = record(space, key, 5, 9, 1).encode();
+            page[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Record::decode(&page, STORE, Sequence(7)).is_err());
+            let seal = Some(Seal { key: 9, nonce: [1; 12], tag: [2; 16] });
+            let mut page = Record { seal, ..record(space, key, 5, 9, 0) }.encode();
             page[bit / 8] ^= 1 << (bit % 8);
             prop_assert!(Record::decode(&page, STORE, Sequence(7)).is_err());
             let mut page = HEAD_OF_7.encode();
@@ -463,8 +540,27 @@ mod tests {
     #[test]
     fn another_version_is_told_from_damage() {
         let mut page = HEAD_OF_7.encode();
-        page[8] = 2;
-        assert_eq!(Head::decode(&page), Err(Bad::Version(2)));
+        page[8] = 3;
+        assert_eq!(Head::decode(&page), Err(Bad::Version(3)));
+        assert_eq!(Identity { store: STORE }.encode()[8], 1, "an older program still knows the store");
+    }
+
+    #[test]
+    fn a_tag_vouches_for_all_that_a_record_says_but_its_segment() {
+        let space = Space { namespace: Namespace([1; 32]), rank: Rank::ONLY };
+        let one = record(space, RowKey { hash: BlockHash([2; 32]), group: GroupId(0) }, 1, 1, 1);
+        let others = [
+            Record { store: StoreId([4; 16]), ..one },
+            Record { space: Space { namespace: Namespace([2; 32]), ..space }, ..one },
+            Record { space: Space { rank: Rank { index: 1, of: 2 }, ..space }, ..one },
+            Record { key: RowKey { group: GroupId(1), ..one.key }, ..one },
+            Record { key: RowKey { hash: BlockHash([3; 32]), ..one.key }, ..one },
+            Record { position: 2, ..one },
+            Record { length: 2, ..one },
+        ];
+        others.iter().for_each(|other| assert_ne!(other.bound(5), one.bound(5), "{other:?}"));
+        assert_ne!(one.bound(6), one.bound(5));
+        assert_eq!(Record { sequence: Sequence(9), ..one }.bound(5), one.bound(5), "it moves as it is");
     }
 
     #[test]

@@ -133,7 +133,7 @@ mod tests {
     fn entry(page: u32, length: u32) -> Entry {
         let space = Space { namespace: Namespace([0; 32]), rank: Rank::ONLY };
         let key = RowKey { hash: BlockHash([0; 32]), group: GroupId(0) };
-        Entry { space, key, position: 0, page, length, checksum: 0 }
+        Entry { space, key, position: 0, page, length, checksum: 0, seal: 0 }
     }
 
     #[test]

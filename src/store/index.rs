@@ -47,11 +47,14 @@ pub struct Place {
     pub page: u32,
     pub length: u32,
     pub position: u32,
+    /// Number of the key that it is sealed under; 0: it is plain.
+    pub seal: u32,
 }
 
 impl Place {
     pub fn of(sequence: Sequence, entry: &Entry) -> Self {
-        Self { sequence, page: entry.page, length: entry.length, position: entry.position }
+        let &Entry { page, length, position, seal, .. } = entry;
+        Self { sequence, page, length, position, seal }
     }
 
     pub fn offset(&self) -> u64 {
@@ -262,6 +265,18 @@ impl Index {
         count
     }
 
+    /// Every row that is sealed under one of these keys leaves. One pass over all rows. Returns how many.
+    pub fn forget_sealed(&mut self, keys: &[u32]) -> Vec<Place> {
+        let mut gone = Vec::new();
+        self.each(|space, key, place| {
+            if keys.contains(&place.seal) {
+                gone.push((*space, *key, *place));
+            }
+        });
+        gone.retain(|(space, key, place)| self.remove(space, key, place));
+        gone.into_iter().map(|(_, _, place)| place).collect()
+    }
+
     /// What a space holds, and what changes from here on.
     pub fn subscribe(&mut self, space: Space) -> (Vec<(RowKey, u32)>, broadcast::Receiver<Change>) {
         self.listeners.retain(|_, sender| sender.receiver_count() > 0);
@@ -441,7 +456,7 @@ mod tests {
     }
 
     fn place(sequence: u64, page: u32) -> Place {
-        Place { sequence: Sequence(sequence), page, length: 10, position: page }
+        Place { sequence: Sequence(sequence), page, length: 10, position: page, seal: 0 }
     }
 
     #[test]
@@ -527,7 +542,7 @@ mod tests {
     fn act(index: &mut Index, oracle: &mut Oracle, act: Act, page: u32) {
         match act {
             Act::Add { space: s, key: k, sequence, length } => {
-                let place = Place { sequence: Sequence(sequence), page, length, position: page };
+                let place = Place { sequence: Sequence(sequence), page, length, position: page, seal: 0 };
                 let heat = oracle.0.get(&(space(s), key(k))).map_or(Heat::default(), |old| old.1);
                 index.add(space(s), key(k), place);
                 oracle.0.insert((space(s), key(k)), (place, heat));
@@ -617,7 +632,13 @@ mod tests {
         for n in 0..120_000_u32 {
             let mut hash = [7; 32];
             hash[..4].copy_from_slice(&n.to_le_bytes());
-            let place = Place { sequence: Sequence(u64::from(n) / 4096), page: n, length: 4096, position: n };
+            let place = Place {
+                sequence: Sequence(u64::from(n) / 4096),
+                page: n,
+                length: 4096,
+                position: n,
+                seal: 0,
+            };
             index.add(SPACE, RowKey { hash: BlockHash(hash), group: GroupId(0) }, place);
             if n >= 50_000 {
                 assert!(index.memory() <= 128 * (n as usize + 1), "{} bytes for {n} rows", index.memory());

@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use super::format::{
-    Bad, ENTRY, Entry, Head, Identity, PAGE, PAYLOAD_MAX, Record, Sequence, StoreId, Trailer, encode_foot,
-    foot_bytes, record_bytes,
+    Bad, ENTRY, Entry, Head, Identity, PAGE, PAYLOAD_MAX, Record, Seal, Sequence, StoreId, Trailer,
+    encode_foot, foot_bytes, record_bytes,
 };
 use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowKey, Space};
 use crate::base::checksum::crc64;
@@ -76,12 +76,14 @@ pub fn head(bytes: &[u8]) {
 /// Any bytes as a record's page.
 pub fn record(bytes: &[u8]) {
     let mut r = Reader::new(bytes);
-    let Entry { space, key, position, length, checksum, .. } = entry(&mut r).unwrap_or(FIRST);
+    let Entry { space, key, position, length, checksum, seal, .. } = entry(&mut r).unwrap_or(FIRST);
     let length = length.clamp(1, PAYLOAD_MAX);
     let (store, sequence) = (HEAD.store, HEAD.sequence);
-    let example = Record { store, sequence, space, key, position, length, checksum };
-    // Its algorithm, and whose it is.
-    let pinned = [BEGIN, 14..15, 100..124];
+    let seal = (seal > 0).then_some(Seal { key: seal, nonce: [checksum as u8; 12], tag: [6; 16] });
+    let checksum = if seal.is_some() { 0 } else { checksum };
+    let example = Record { store, sequence, space, key, position, length, checksum, seal };
+    // Its algorithm, what a seal takes the place of, and whose it is.
+    let pinned = [BEGIN, 14..15, 92..100, 100..124];
     round(bytes, &pinned, &example, |page| Record::decode(page, store, sequence), Record::encode);
 }
 
@@ -92,6 +94,7 @@ const FIRST: Entry = Entry {
     page: 1,
     length: 1,
     checksum: 0,
+    seal: 0,
 };
 
 /// An entry out of any bytes; its page and length often fit.
@@ -103,8 +106,11 @@ fn entry(r: &mut Reader<'_>) -> Option<Entry> {
     };
     let key = RowKey::from_bytes(&r.array().ok()?);
     let (position, page, length) = (r.u32().ok()?, r.u32().ok()?, r.u32().ok()?);
-    let (page, length) = if wild { (page, length) } else { (page % 32 + 1, length % 9000 + 1) };
-    Some(Entry { space, key, position, page, length, checksum: r.u64().ok()? })
+    // The highest bit of a length is the seal's.
+    let (page, length) = if wild { (page, length >> 1) } else { (page % 32 + 1, length % 9000 + 1) };
+    let last = r.u64().ok()?;
+    let (checksum, seal) = if last % 2 == 0 { (last, 0) } else { (0, last as u32) };
+    Some(Entry { space, key, position, page, length, checksum, seal })
 }
 
 /// Any bytes as foot and trailer of a segment.

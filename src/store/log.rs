@@ -735,7 +735,7 @@ mod tests {
     fn entry(page: u32) -> Entry {
         let space = Space { namespace: Namespace([0; 32]), rank: Rank::ONLY };
         let key = RowKey { hash: BlockHash([0; 32]), group: GroupId(page) };
-        Entry { space, key, position: 0, page, length: ROW, checksum: 0 }
+        Entry { space, key, position: 0, page, length: ROW, checksum: 0, seal: 0 }
     }
 
     #[derive(Clone, Copy, Debug)]

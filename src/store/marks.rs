@@ -283,7 +283,7 @@ mod tests {
     }
 
     fn place(sequence: u64, page: u32) -> Place {
-        Place { sequence: Sequence(sequence), page, length: 10, position: 0 }
+        Place { sequence: Sequence(sequence), page, length: 10, position: 0, seal: 0 }
     }
 
     fn some() -> Marks {

@@ -10,6 +10,9 @@
 //! rows returns, nothing of the store touches those rows any more; a call that is dropped before that leaves its rows
 //! in use until [`Store::detach`] has returned.
 //!
+//! Rows can be sealed, each under the key of whoever it belongs to (`seal.rs`, `keys.rs`): forgetting an owner destroys
+//! the key and with it the rows, wherever their bytes lie.
+//!
 //! A kill loses nothing that was reported as stored. A power cut may lose rows of the segment that was open, never
 //! one of a sealed segment, and never yields a wrong one.
 
@@ -21,6 +24,7 @@ mod hands;
 mod holes;
 mod index;
 mod inspect;
+mod keys;
 #[cfg(any(test, fuzzing))]
 pub mod laws;
 mod log;
@@ -33,6 +37,7 @@ mod recover;
 mod ring;
 mod scan;
 mod scrub;
+mod seal;
 mod slab;
 mod survey;
 mod verify;
@@ -59,12 +64,15 @@ use self::hands::Hands;
 use self::index::Index;
 pub use self::index::{Change, ChangeKind};
 pub use self::inspect::{Located, inspect};
+pub use self::keys::OWNER_MAX;
 pub use self::mem::{Failure, Loss, Mem};
 use self::metrics::Metrics;
 pub use self::patrol::Rounds;
 pub use self::probe::{Probe, Restart};
 use self::ring::Ring;
 use self::scrub::Scrub;
+pub use self::seal::Sealing;
+use self::seal::Seals;
 pub use self::survey::{BandUse, GroupUse, SegmentUse, SpaceUse, Survey};
 pub use self::verify::{Checked, Damage, Error as ShutError, Shut, Verification};
 use self::work::{Event, Facts, Mark, Request, Work};
@@ -151,6 +159,10 @@ pub enum Error {
     TooManyMarks,
     #[error("done, but not saved: it ends with this process: {0}")]
     NotSaved(String),
+    #[error("{}", unknown_owner(.asked, .known))]
+    UnknownOwner { asked: String, known: Vec<String> },
+    #[error("its rows are gone here, but its key could not be destroyed on the drive: {0}. Try again")]
+    KeyNotDestroyed(std::io::Error),
 }
 
 /// What a start has found.
@@ -168,6 +180,31 @@ pub struct Opened {
     pub damage: Vec<String>,
     /// Those about files that are not the store's.
     pub foreign: Vec<String>,
+    /// Those about keys that could not be read.
+    pub keys: Vec<String>,
+    /// Rows that are sealed under keys which are not here. They are not used, and no damage.
+    pub unkeyed: u64,
+}
+
+/// What became of an owner that was forgotten.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Forgotten {
+    /// Keys that were destroyed: one for each namespace, mostly.
+    pub keys: u64,
+    /// Rows that were held under them.
+    pub rows: u64,
+}
+
+fn unknown_owner(asked: &str, known: &[String]) -> String {
+    let name =
+        |name: &String| if name.is_empty() { "(requests without a key)".into() } else { format!("`{name}`") };
+    match known {
+        [] => format!("no row is sealed for `{asked}`, nor for anybody else"),
+        _ => {
+            let names: Vec<String> = known.iter().map(name).collect();
+            format!("no row is sealed for `{asked}`; there are rows of {}", names.join(", "))
+        }
+    }
 }
 
 /// A row for a peer.
@@ -222,6 +259,10 @@ pub struct Status {
     pub pinned: u64,
     pub pinned_bytes: u64,
     pub spaces: Vec<SpaceStatus>,
+    /// New rows are sealed.
+    pub encrypts: bool,
+    /// Rows that the start has found under keys which are not here.
+    pub unkeyed: u64,
 }
 
 /// What the handle and the owner both look at.
@@ -237,6 +278,7 @@ struct Shared {
     /// Guards: the last damaged rows.
     damages: Mutex<Damages>,
     metrics: Metrics,
+    seals: Arc<Seals>,
 }
 
 /// Damaged rows that are remembered.
@@ -266,6 +308,7 @@ struct Inner {
     found: Vec<Fault>,
     /// Damage that the start has found, in sentences.
     damage: Vec<String>,
+    unkeyed: u64,
     /// Seconds since 1970 at the clock's zero; 0 when its time is not the world's.
     epoch: u64,
 }
@@ -287,12 +330,26 @@ impl std::fmt::Debug for Store {
 }
 
 impl Store {
+    /// As [`Store::open_sealed`], without keys: rows are kept in the clear, and sealed ones are not used.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn open(
+        options: Options,
+        disk: DiskKind,
+        clock: Clock,
+        meter: &Meter,
+    ) -> Result<(Self, Opened), Error> {
+        Self::open_sealed(options, &Sealing::default(), disk, clock, meter)
+    }
+
     /// Recovers what the folder holds and starts the threads. Blocks.
     ///
     /// # Errors
     /// When the folder is in use or cannot be used at all; never because of what damaged files hold.
-    pub fn open(
+    pub fn open_sealed(
         options: Options,
+        sealing: &Sealing,
         disk: DiskKind,
         clock: Clock,
         meter: &Meter,
@@ -306,8 +363,12 @@ impl Store {
         let mut notes = Vec::new();
         let depth = options.queue_depth.clamp(1, 1024);
         let (files, disk, hands) = start_disk(&options, disk, depth, on_done, &mut notes)?;
-        let found = recover::recover(&files, capacity, segment).inspect_err(|_| files.release())?;
+        let (seals, told) = Seals::open(sealing);
+        let seals = Arc::new(seals);
+        let found = recover::recover(&files, &seals, capacity, segment).inspect_err(|_| files.release())?;
         let mut opened = found.opened;
+        opened.notes.extend(told.iter().cloned());
+        opened.keys = told;
         opened.io = disk.name().to_owned();
         opened.notes.splice(0..0, notes.iter().cloned());
         let epoch = match &clock {
@@ -325,6 +386,7 @@ impl Store {
             scrub: Mutex::default(),
             damages: Mutex::default(),
             metrics,
+            seals: seals.clone(),
         });
         let io = disk.name();
         let work = Work::new(work::Parts {
@@ -339,15 +401,18 @@ impl Store {
             log: found.log,
             handles: found.handles,
             marks: found.marks,
+            seals,
             epoch,
         });
         hands::thread("store", move || work.run(&events))?;
         let jobs = Arc::new(Semaphore::new(JOBS));
         let plain = notes.into_iter().map(|note| Fault::new(Code::StorePlainIo, note));
         let foreign = opened.foreign.iter().map(|note| Fault::new(Code::StoreForeign, note.clone()));
-        let found = plain.chain(foreign).collect();
-        let damage = opened.damage.clone();
-        Ok((Self(Arc::new(Inner { shared, events: sender, jobs, io, found, damage, epoch })), opened))
+        let keys = opened.keys.iter().map(|note| Fault::new(Code::StoreKeys, note.clone()));
+        let found = plain.chain(foreign).chain(keys).collect();
+        let (damage, unkeyed) = (opened.damage.clone(), opened.unkeyed);
+        let inner = Inner { shared, events: sender, jobs, io, found, damage, unkeyed, epoch };
+        Ok((Self(Arc::new(inner)), opened))
     }
 
     /// Makes a row area known; its rows can be put and got from now on.
@@ -370,7 +435,34 @@ impl Store {
     /// Writes rows: blanks what their group does not cover, makes the checksum, appends. One outcome per item, in
     /// order: stored, held or failed. When it returns, nothing touches those rows.
     pub async fn put(&self, rows: &Arc<Rows>, items: Vec<RowItem>) -> Vec<Outcome> {
-        self.job(rows, items, |rows, items, reply| Request::Put { rows, items, reply }).await
+        self.put_of("".into(), rows, items).await
+    }
+
+    /// As [`Store::put`], for an owner: where rows are sealed, it is under a key of that name and of their namespace. A
+    /// row that is held already stays whose it is.
+    pub async fn put_of(&self, owner: Arc<str>, rows: &Arc<Rows>, items: Vec<RowItem>) -> Vec<Outcome> {
+        self.job(rows, items, |rows, items, reply| Request::Put { rows, items, owner, reply }).await
+    }
+
+    /// Whether new rows are sealed.
+    pub fn encrypts(&self) -> bool {
+        self.0.shared.seals.encrypts()
+    }
+
+    /// Destroys every key of an owner. Its rows are gone with them, at once; their bytes go with their segments, and
+    /// nobody can read them until then.
+    ///
+    /// # Errors
+    /// [`Error::UnknownOwner`] with the names that there are; [`Error::KeyNotDestroyed`] when the drive failed.
+    pub async fn forget_owner(&self, owner: &str) -> Result<Forgotten, Error> {
+        let known = self.0.shared.seals.owners();
+        if !known.contains(owner) {
+            let known = known.into_iter().collect();
+            return Err(Error::UnknownOwner { asked: owner.to_owned(), known });
+        }
+        let (answer, answered) = oneshot::channel();
+        self.send(Event::Forget(owner.to_owned(), answer));
+        answered.await.unwrap_or(Err(Error::Closed))
     }
 
     /// Reads rows in place, in the order of position, verified. One outcome per item, in order: from the drive or
@@ -550,6 +642,8 @@ impl Store {
             pinned: facts.pinned,
             pinned_bytes: facts.pinned_bytes,
             spaces,
+            encrypts: self.encrypts(),
+            unkeyed: self.0.unkeyed,
         }
     }
 
@@ -570,6 +664,9 @@ impl Store {
             faults.push(Fault::new(Code::StoreDamaged, cause));
         }
         faults.extend(self.0.found.iter().cloned());
+        if let Some(why) = self.0.shared.seals.trouble() {
+            faults.push(Fault::new(Code::StoreKeys, format!("rows are not kept: {why}")));
+        }
         faults.extend(self.wear_faults(capacity));
         faults
     }

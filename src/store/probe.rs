@@ -172,6 +172,7 @@ impl Probe {
             page: u32::try_from(at / PAGE64).expect("a segment has at most 2^20 pages"),
             length,
             checksum,
+            seal: 0,
         }
     }
 
@@ -265,7 +266,7 @@ fn position(n: u64) -> u32 {
 fn page_of(head: &Head, entry: &Entry) -> Vec<u8> {
     let Entry { space, key, position, length, checksum, .. } = *entry;
     let Head { store, sequence, .. } = *head;
-    let page = Page { store, sequence, space, key, position, length, checksum }.encode();
+    let page = Page { store, sequence, space, key, position, length, checksum, seal: None }.encode();
     assert_eq!(page.len(), PAGE);
     page
 }

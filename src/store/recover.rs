@@ -23,6 +23,7 @@ use super::index::{Index, Place};
 use super::log::{Limits, Log};
 use super::marks::{self, MARKS, Marks};
 use super::scan::{Budget, Guess, How, NoFoot, Scan, read_first, read_foot, scan};
+use super::seal::{Seals, Unkeyed};
 use super::worth::{self, Candidate, Kind, Least, Standing};
 use super::{Error, Opened};
 
@@ -83,6 +84,8 @@ enum Told {
 
 struct Recovery<'a> {
     files: &'a Files,
+    seals: &'a Seals,
+    unkeyed: Unkeyed,
     opened: Opened,
     /// Bytes of the folder that are no segments of ours.
     other: u64,
@@ -94,9 +97,11 @@ struct Recovery<'a> {
 }
 
 /// Reads a folder that is locked.
-pub fn recover(files: &Files, capacity: u64, segment: u64) -> Result<Recovered, Error> {
+pub fn recover(files: &Files, seals: &Seals, capacity: u64, segment: u64) -> Result<Recovered, Error> {
     let mut recovery = Recovery {
         files,
+        seals,
+        unkeyed: Unkeyed::default(),
         opened: Opened::default(),
         other: 0,
         small: 0,
@@ -373,7 +378,7 @@ impl Recovery<'_> {
 
     /// Asks every segment for its rows.
     fn read_rows(&mut self, segments: Vec<Segment>, index: &mut Index) -> Vec<(Segment, Kept)> {
-        let files = self.files;
+        let (files, seals) = (self.files, self.seals);
         let young = segments.iter().rev().nth(YOUNG - 1).map_or(Sequence(0), |s| s.head.sequence);
         let guess = Guess::default();
         let ask = |Segment { head, found, handle }: &Segment| match read_foot(files, head, handle, &guess) {
@@ -386,7 +391,7 @@ impl Recovery<'_> {
                 Told::Foot(entries)
             }
             Err(NoFoot::Unsealed) if head.sequence >= young && found.len >= head.size => {
-                Told::Young(scan(files, head, handle, found.len, How { verify: true, budget: None }))
+                Told::Young(scan(files, head, handle, found.len, How { verify: Some(seals), budget: None }))
             }
             Err(why) => Told::Nothing(why),
         };
@@ -398,11 +403,11 @@ impl Recovery<'_> {
                     if index.rows() == 0 {
                         index.reserve((entries.len() * segments.len()).min(AT_ONCE));
                     }
-                    entries.iter().for_each(|e| add(index, segment, e));
+                    entries.iter().for_each(|e| self.add(index, segment, e));
                     Kept::Sealed
                 }
                 Told::Young(scan) => {
-                    scan.entries.iter().for_each(|e| add(index, segment, e));
+                    scan.entries.iter().for_each(|e| self.add(index, segment, e));
                     self.tell_torn(&segment.found, &scan);
                     // What could not be read may be there at the next start: nothing is written over it.
                     if scan.partial { Kept::Unsealed } else { Kept::Young(scan) }
@@ -426,6 +431,7 @@ impl Recovery<'_> {
                 *kept = Kept::Unsealed;
             }
         }
+        self.tell_unkeyed();
         kept
     }
 
@@ -484,6 +490,21 @@ impl Recovery<'_> {
         Marks::default()
     }
 
+    /// A row that is sealed under a key which is not here is as good as dropped.
+    fn add(&mut self, index: &mut Index, segment: &Segment, entry: &Entry) {
+        if self.unkeyed.may_use(self.seals, entry) {
+            add(index, segment, entry);
+        }
+    }
+
+    fn tell_unkeyed(&mut self) {
+        let rows = self.unkeyed.rows;
+        self.opened.unkeyed = rows;
+        if rows > 0 {
+            self.note(format!("{rows} rows are sealed under keys that are not here; they are not used"));
+        }
+    }
+
     fn tell_torn(&mut self, found: &Found, scan: &Scan) {
         let Scan { broken, unfinished, .. } = scan;
         if *broken > 0 {
@@ -504,9 +525,9 @@ impl Recovery<'_> {
     /// Finds the rows of segments that do not list them, the newest first, as far as that takes little.
     fn ask_records(&mut self, mut unlisted: Vec<(&Segment, NoFoot)>, index: &mut Index) {
         unlisted.reverse();
-        let (files, budget) = (self.files, Budget::new(GLANCES));
+        let (files, seals, budget) = (self.files, self.seals, Budget::new(GLANCES));
         let look = |(Segment { head, found, handle }, why): &(&Segment, NoFoot)| {
-            let verify = matches!(why, NoFoot::Unsealed);
+            let verify = matches!(why, NoFoot::Unsealed).then_some(seals);
             scan(files, head, handle, found.len, How { verify, budget: Some(&budget) })
         };
         in_order(files, &unlisted, look, |(segment, why), scan| {
@@ -514,7 +535,7 @@ impl Recovery<'_> {
             for entry in &scan.entries {
                 // A newer segment may hold the same key, and has been listed already.
                 let newer = index.get(&entry.space, &entry.key).is_some_and(|p| p.sequence > head.sequence);
-                if !newer {
+                if !newer && self.unkeyed.may_use(self.seals, entry) {
                     add(index, segment, entry);
                 }
             }

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::disk::{Buffer, Files, Handle};
 use super::format::{Bad, Entry, Head, PAGE, PAGE64, Record, Trailer, padded, record_bytes};
 use super::holes::Holes;
-use crate::base::checksum::crc64;
+use super::seal::Seals;
 
 /// Least bytes that a scan which verifies reads at a time: it needs all of them.
 const WINDOW: usize = 8 << 20;
@@ -138,15 +138,16 @@ pub struct Scan {
 /// How a segment is scanned.
 #[derive(Clone, Copy, Debug)]
 pub struct How<'a> {
-    /// Each payload is held against its checksum. Otherwise records are believed, as those of a foot are.
-    pub verify: bool,
+    /// Each payload is held against its checksum, or its seal where the key is there. Otherwise records are believed,
+    /// as those of a foot are.
+    pub verify: Option<&'a Seals>,
     /// Ends the scan when it is spent.
     pub budget: Option<&'a Budget>,
 }
 
 /// Looks for the records of the segment that `head` describes, in a file of `len` bytes.
 pub fn scan(files: &Files, head: &Head, handle: &Handle, len: u64, how: How<'_>) -> Scan {
-    let least = if how.verify { WINDOW } else { GLANCE };
+    let least = if how.verify.is_some() { WINDOW } else { GLANCE };
     let bytes = Buffer::zeroed(0);
     let mut window = Window { files, handle, least, start: 0, bytes, read: 0, failed: false };
     let mut found = Scan { entries: Vec::new(), tail: PAGE64, broken: 0, unfinished: 0, partial: false };
@@ -195,17 +196,17 @@ fn look(window: &mut Window<'_>, head: &Head, at: u64, end: u64, how: How<'_>) -
         return Look::Nothing;
     };
     let is_there = at + PAGE64 + u64::from(record.length) <= end;
-    let mut sums_up = || {
+    let mut sums_up = |seals: &Seals| {
         let payload = window.get(at + PAGE64, record.length.into());
-        payload.is_some_and(|payload| crc64(&[payload]) == record.checksum)
+        // Without its key nobody can tell, and nobody will ask.
+        payload.is_some_and(|payload| matches!(seals.look(&record, payload), Ok(()) | Err(Bad::NoKey)))
     };
-    let is_whole = is_there && (!how.verify || sums_up());
+    let is_whole = is_there && how.verify.is_none_or(&mut sums_up);
     if !is_whole {
         return Look::Torn;
     }
     let page = u32::try_from(at / PAGE64).expect("Head::decode bounds a segment's pages");
-    let Record { space, key, position, length, checksum, .. } = record;
-    Look::Whole(Entry { space, key, position, page, length, checksum })
+    Look::Whole(record.entry(page))
 }
 
 /// A part of a file, read in large pieces.

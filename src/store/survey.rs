@@ -193,7 +193,7 @@ mod tests {
     }
 
     fn place(sequence: u64, length: u32, position: u32) -> Place {
-        Place { sequence: Sequence(sequence), page: 1, length, position }
+        Place { sequence: Sequence(sequence), page: 1, length, position, seal: 0 }
     }
 
     #[test]

@@ -21,9 +21,9 @@ use super::format::{
 use super::holes::Holes;
 use super::index::Place;
 use super::marks::{self, MARKS, Marks};
+use super::seal::{Sealing, Seals};
 use super::survey::{Survey, Surveyor};
 use crate::base::block::{RowKey, Space};
-use crate::base::checksum::crc64;
 
 /// Damaged rows that are named; all are counted.
 const NAMED: usize = 1000;
@@ -83,6 +83,8 @@ pub struct Verification {
     pub rows: u64,
     /// Payload bytes read back.
     pub bytes: u64,
+    /// Rows of these that are sealed under keys which are not here: forgotten, and no damage.
+    pub unkeyed: u64,
     /// All there are; `named` ends with the thousandth.
     pub damaged: u64,
     pub named: Vec<Damage>,
@@ -114,6 +116,7 @@ pub enum Error {
 pub struct Shut {
     path: PathBuf,
     files: Files,
+    seals: Seals,
     /// By sequence, with the files' sizes.
     segments: BTreeMap<Sequence, u64>,
 }
@@ -127,11 +130,11 @@ struct Listing {
 }
 
 impl Shut {
-    /// Locks the folder.
+    /// Locks the folder. `keys` is the folder of its keys.
     ///
     /// # Errors
     /// When there is no store, or somebody has it open.
-    pub fn lock(path: &Path) -> Result<Self, Error> {
+    pub fn lock(path: &Path, keys: &Path) -> Result<Self, Error> {
         let failed = |source| Error::Io { path: path.to_owned(), source };
         // Locking would make the folder.
         if !path.is_dir() {
@@ -144,7 +147,10 @@ impl Shut {
         let files = Files::Real(Arc::new(folder));
         let found = files.list().map_err(failed)?;
         let ours = |f: &super::disk::Found| Some((parse_segment_name(&f.name).filter(|_| f.is_file)?, f.len));
-        Ok(Self { path: path.to_owned(), segments: found.iter().filter_map(ours).collect(), files })
+        let segments = found.iter().filter_map(ours).collect();
+        let (seals, told) = Seals::open(&Sealing { keys: Some(keys.to_owned()), encrypt: false });
+        told.iter().for_each(|why| tracing::warn!(why, "store"));
+        Ok(Self { path: path.to_owned(), segments, files, seals })
     }
 
     pub fn path(&self) -> &Path {
@@ -159,7 +165,7 @@ impl Shut {
         for (&sequence, &len) in &self.segments {
             surveyor.see_segment(sequence);
             let Ok(listing) = self.list(sequence, len, &mut |_| {}) else { continue };
-            for entry in &listing.entries {
+            for entry in listing.entries.iter().filter(|entry| self.seals.has(entry.seal)) {
                 rows.insert((entry.space, entry.key), Place::of(sequence, entry));
             }
         }
@@ -214,6 +220,7 @@ impl Shut {
             match self.read_back(listing, entry, &mut buffer) {
                 Ok(false) => continue,
                 Ok(true) => {
+                    so_far.unkeyed += u64::from(!self.seals.has(entry.seal));
                     so_far.bytes += u64::from(entry.length);
                     // Behind the last whole record of an open segment nothing is rot.
                     broken.drain(..).for_each(|d| so_far.add_damage(d));
@@ -253,8 +260,11 @@ impl Shut {
         if !same || record.length != entry.length {
             return Err(Bad::OtherRow.to_string());
         }
-        let sum = crc64(&[&buffer[PAGE..PAGE + entry.length as usize]]);
-        if sum == record.checksum { Ok(true) } else { Err(Bad::Checksum.to_string()) }
+        match self.seals.look(&record, &buffer[PAGE..PAGE + entry.length as usize]) {
+            // What nobody can open any more is not looked at.
+            Ok(()) | Err(Bad::NoKey) => Ok(true),
+            Err(bad) => Err(bad.to_string()),
+        }
     }
 
     /// The rows that a segment should hold, in their order.
@@ -326,9 +336,8 @@ impl Shut {
                 continue;
             };
             let page = u32::try_from(at / PAGE64).expect("Head::decode bounds a segment's pages");
-            let Record { space, key, position, length, checksum, .. } = record;
-            entries.push(Entry { space, key, position, page, length, checksum });
-            at = holes.skip(at + record_bytes(length));
+            entries.push(record.entry(page));
+            at = holes.skip(at + record_bytes(record.length));
         }
         entries
     }

@@ -6,6 +6,7 @@
 //! cannot keep rows in use for ever, and a backlog cannot hold up loads. Rows of a job are read and land in the order
 //! of their positions.
 
+mod forget;
 mod moves;
 mod room;
 mod words;
@@ -28,11 +29,11 @@ use super::hands::Hands;
 use super::index::Place;
 use super::log::{Log, Room, Step};
 use super::marks::Marks;
+use super::seal::{Closed, Seals, Use};
 use super::verify::{Checked, Damage};
 use super::worth::{self, Kind};
-use super::{Error, Shared};
+use super::{Error, Forgotten, Shared};
 use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
-use crate::base::checksum::crc64;
 use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
@@ -72,6 +73,8 @@ pub enum Request {
     Put {
         rows: Arc<Rows>,
         items: Vec<RowItem>,
+        /// Whose rows they are.
+        owner: Arc<str>,
         reply: oneshot::Sender<Vec<Outcome>>,
     },
     Get {
@@ -101,6 +104,9 @@ pub enum Mark {
     Forget,
 }
 
+/// Answers with what was destroyed.
+pub type ForgetAnswer = oneshot::Sender<Result<Forgotten, Error>>;
+
 /// Answers a [`Mark`] with how many rows it concerned.
 pub type Marked = oneshot::Sender<Result<u64, Error>>;
 
@@ -109,8 +115,8 @@ pub enum Event {
     Attach(Arc<Rows>, oneshot::Sender<Result<(), Error>>),
     Detach(AreaId, oneshot::Sender<()>),
     Request(Request, OwnedSemaphorePermit),
-    /// A row was blanked and summed.
-    Prepared(u64, Write, u64),
+    /// A row was blanked, and summed or sealed.
+    Prepared(u64, Write, Result<Closed, &'static str>),
     /// The drive is through with an operation.
     Done(Done),
     /// A row that was read has been looked at.
@@ -125,6 +131,10 @@ pub enum Event {
     /// What people said was written down, or could not be.
     Saved(Vec<(Marked, u64)>, Result<u64, String>),
     Pinned(oneshot::Sender<Vec<(Space, RowKey)>>),
+    /// An owner's keys are to be destroyed.
+    Forget(String, ForgetAnswer),
+    /// Keys of these numbers are gone.
+    Forgot(Vec<u32>, std::io::Result<()>, ForgetAnswer),
     /// Seconds without use after which a row expires.
     Ttl(Option<u32>),
     Close(Option<oneshot::Sender<()>>),
@@ -179,9 +189,22 @@ pub struct Write {
     space: Space,
     key: RowKey,
     position: u32,
+    owner: Arc<str>,
     since: Micros,
     /// It was here before, and went.
     back: bool,
+}
+
+impl Write {
+    fn length(&self) -> u32 {
+        u32::try_from(self.rows.row_bytes()).expect("a row is at most 1 GiB")
+    }
+
+    /// What is known of its record before its payload was summed or sealed.
+    fn record(&self, store: StoreId, sequence: Sequence) -> Record {
+        let &Self { space, key, position, .. } = self;
+        Record { store, sequence, space, key, position, length: self.length(), checksum: 0, seal: None }
+    }
 }
 
 /// For whom a row is read.
@@ -238,6 +261,7 @@ pub struct Parts {
     pub log: Log,
     pub handles: HashMap<Sequence, Handle>,
     pub marks: Marks,
+    pub seals: Arc<Seals>,
     /// Seconds of the wall at the clock's zero.
     pub epoch: u64,
 }
@@ -252,7 +276,7 @@ pub struct Work {
     checks: VecDeque<Read>,
     writes: VecDeque<Write>,
     /// By ticket: the order in which they were offered, in which they also land.
-    ready: BTreeMap<u64, (Write, u64)>,
+    ready: BTreeMap<u64, (Write, Closed)>,
     /// Tickets of rows being summed.
     preparing: BTreeSet<u64>,
     /// With the hands: rows being summed, rows being verified, files being made or removed.
@@ -374,10 +398,13 @@ impl Work {
             Event::Attach(rows, answer) => drop(answer.send(self.attach(&rows))),
             Event::Detach(area, answer) => self.detach(area, answer),
             Event::Request(request, permit) => self.request(request, permit),
-            Event::Prepared(ticket, write, checksum) => {
+            Event::Prepared(ticket, write, closed) => {
                 self.with_hands -= 1;
                 self.preparing.remove(&ticket);
-                self.ready.insert(ticket, (write, checksum));
+                match closed {
+                    Ok(closed) => drop(self.ready.insert(ticket, (write, closed))),
+                    Err(reason) => self.write_failed(&write, reason),
+                }
             }
             Event::Done(done) => self.done(done),
             Event::Verified(verified) => {
@@ -404,6 +431,11 @@ impl Work {
             }
             Event::Ttl(ttl) => self.judge.set_ttl(ttl),
             Event::Pinned(answer) => drop(answer.send(self.parts.marks.pins().collect())),
+            Event::Forget(owner, answer) => self.forget_owner(owner, answer),
+            Event::Forgot(keys, outcome, answer) => {
+                self.with_hands -= 1;
+                self.forgot(&keys, outcome, answer);
+            }
             Event::Close(answer) => {
                 self.closing.get_or_insert_default().extend(answer);
                 self.drop_queued(None);
@@ -488,12 +520,12 @@ impl Work {
 
     fn request(&mut self, request: Request, permit: OwnedSemaphorePermit) {
         match request {
-            Request::Put { rows, items, reply } => {
+            Request::Put { rows, items, owner, reply } => {
                 let job = self.begin_job(&rows, items.len(), reply, permit);
                 let ordered = in_order(&items);
                 let refuses = self.refuses(&rows, &ordered);
                 for (index, item) in ordered {
-                    self.offer(Slot { job, index }, &rows, &item, &items, refuses);
+                    self.offer(Slot { job, index }, &rows, &item, &items, &owner, refuses);
                 }
                 self.finish_job_if_done(job);
             }
@@ -552,7 +584,15 @@ impl Work {
     }
 
     /// A row is offered.
-    fn offer(&mut self, slot: Slot, rows: &Arc<Rows>, item: &RowItem, items: &[RowItem], refuses: bool) {
+    fn offer(
+        &mut self,
+        slot: Slot,
+        rows: &Arc<Rows>,
+        item: &RowItem,
+        items: &[RowItem],
+        owner: &Arc<str>,
+        refuses: bool,
+    ) {
         if let Err(reason) = self.may_touch(rows, item) {
             return self.fail(slot, reason);
         }
@@ -595,6 +635,7 @@ impl Work {
             space,
             key,
             position: item.position,
+            owner: owner.clone(),
             since,
             back,
         };
@@ -671,8 +712,8 @@ impl Work {
         if self.preparing.first().is_some_and(|&earlier| earlier < ticket) {
             return false;
         }
-        let (write, checksum) = self.ready.remove(&ticket).expect("looked at just now");
-        self.start_write(ticket, write, checksum)
+        let (write, closed) = self.ready.remove(&ticket).expect("looked at just now");
+        self.start_write(ticket, write, closed)
     }
 
     /// Keeps as many rows summed as the drive can take, and no more: they are summed late so that they fail early.
@@ -686,26 +727,29 @@ impl Work {
             self.next_ticket += 1;
             let ticket = self.next_ticket;
             self.preparing.insert(ticket);
-            let is_small = write.rows.row_bytes() <= SMALL;
+            let (seals, store) = (self.parts.seals.clone(), self.parts.store);
+            // The first row under a key waits for that key.
+            let is_small = write.rows.row_bytes() <= SMALL && !seals.encrypts();
             let prepare = move || {
                 if !mutant::on(Mutant::KeepForeignBytes) {
                     let group = GroupId(write.key.group.0 - u32::from(mutant::on(Mutant::WrongGroup)));
                     write.rows.blank_uncovered(write.row, group.0);
                 }
-                let checksum = write.rows.look(write.row, |bytes| crc64(&[bytes]));
-                Event::Prepared(ticket, write, checksum)
+                let record = write.record(store, Sequence(0));
+                let closed = seals.close(&write.rows, write.row, &write.owner, &record);
+                Event::Prepared(ticket, write, closed)
             };
             self.sum(is_small, prepare);
         }
     }
 
     /// False when it has to wait for room.
-    fn start_write(&mut self, ticket: u64, write: Write, checksum: u64) -> bool {
-        let length = u32::try_from(write.rows.row_bytes()).expect("a row is at most 1 GiB");
+    fn start_write(&mut self, ticket: u64, write: Write, closed: Closed) -> bool {
+        let length = write.length();
         let (sequence, page) = match self.parts.log.place(length) {
             Room::At { sequence, page } => (sequence, page),
             Room::Wait => {
-                self.ready.insert(ticket, (write, checksum));
+                self.ready.insert(ticket, (write, closed));
                 return false;
             }
             Room::Never => {
@@ -717,12 +761,10 @@ impl Work {
                 return true;
             }
         };
-        let Write { space, key, position, .. } = write;
-        let record = Record { store: self.parts.store, sequence, space, key, position, length, checksum };
-        let entry = Entry { space, key, position, page, length, checksum };
+        let record = closed.record(write.record(self.parts.store, sequence));
+        let entry = record.entry(page);
         let dropped = if mutant::on(Mutant::DropPage) { PAGE } else { 0 };
-        let body =
-            Body::Row { rows: write.rows.clone(), row: write.row, len: write.rows.row_bytes() - dropped };
+        let body = closed.body(&write.rows, write.row, dropped);
         let offset = u64::from(page) * PAGE64;
         let head = Buffer::of(&record.encode());
         self.writes_in_flight += 1;
@@ -797,7 +839,7 @@ impl Work {
         let flight = self.flights.remove(&op.tag).expect("each operation ends once");
         match flight {
             Flight::Write(write, sequence, entry) => {
-                drop(op);
+                self.parts.seals.give_back_body(op.body);
                 self.writes_in_flight -= 1;
                 self.wrote(&write, sequence, entry, result);
             }
@@ -823,6 +865,11 @@ impl Work {
             self.write_failed(write, "io");
             self.fail_writes();
             return;
+        }
+        if !self.parts.seals.has(entry.seal) {
+            // Its key was destroyed meanwhile.
+            self.parts.log.unwritten(sequence);
+            return self.write_failed(write, "forgotten");
         }
         self.parts.log.written(sequence, entry);
         let heat = worth::born(self.seconds(), write.back);
@@ -855,10 +902,13 @@ impl Work {
         }
         let Op { head, mut body, .. } = op;
         let (store, space) = (self.parts.store, read.space);
+        let seals = self.parts.seals.clone();
+        let what = if matches!(read.reader, Reader::Peer { .. }) { Use::Send } else { Use::Open };
         self.with_hands += 1;
-        self.sum(body.len() <= SMALL, move || {
+        self.sum(body.len() <= SMALL && place.seal == 0, move || {
             let verdict = Record::decode(&head, store, place.sequence)
-                .and_then(|record| verify(record, &mut body, &space, &key, &place));
+                .and_then(|record| verify(record, &space, &key, &place))
+                .and_then(|record| seals.check(record, &mut body, what));
             Event::Verified(Box::new(Verified { read, body, verdict }))
         });
     }
@@ -884,6 +934,7 @@ impl Work {
                 self.parts.shared.index.lock().remove(&read.space, &key, &place);
                 return self.read_failed(read, "not_held");
             }
+            Err(Bad::NoKey) => return self.unkeyed(read),
             Err(bad) => {
                 tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
                 return self.damaged(read, "damaged", &bad.to_string());
@@ -1146,24 +1197,14 @@ fn in_order(items: &[RowItem]) -> Vec<(usize, RowItem)> {
     all
 }
 
-/// Whether a record is the one that was asked for, and its payload what was written.
-fn verify(
-    record: Record,
-    body: &mut Body,
-    space: &Space,
-    key: &RowKey,
-    place: &Place,
-) -> Result<Record, Bad> {
+/// Whether a record is the one that was asked for.
+fn verify(record: Record, space: &Space, key: &RowKey, place: &Place) -> Result<Record, Bad> {
     let same = record.key == *key && record.space == *space && record.position == place.position;
     if !same && !mutant::on(Mutant::SkipKeyCheck) {
         return Err(Bad::OtherRow);
     }
     if record.length != place.length {
         return Err(Bad::Bounds("the payload"));
-    }
-    let checksum = body.with(|bytes| crc64(&[&bytes[..record.length as usize]]));
-    if checksum != record.checksum && !mutant::on(Mutant::SkipChecksum) {
-        return Err(Bad::Checksum);
     }
     Ok(record)
 }

@@ -350,7 +350,7 @@ mod tests {
     }
 
     fn place(n: u32) -> Place {
-        Place { sequence: Sequence(1), page: n + 1, length: LENGTH, position: (n % 1000 + 1) * 16 }
+        Place { sequence: Sequence(1), page: n + 1, length: LENGTH, position: (n % 1000 + 1) * 16, seal: 0 }
     }
 
     /// Rows `session · 1000 ..` hang on the rows `0 .. anchor`.

@@ -70,7 +70,7 @@ class Box:
 
     def describe(self):
         hello = {
-            "protocol": 1, "plugin": "1", "vllm": "0", "pid": os.getpid(), "engine_id": self.spec._engine_id,
+            "protocol": 2, "plugin": "1", "vllm": "0", "pid": os.getpid(), "engine_id": self.spec._engine_id,
             "model": "/models/tiny", "rank": 0, "ranks": 1, "rows": self.spec.num_chunks, "row_bytes": ROW,
             "hash_unit": UNIT, "hash_algorithm": "sha256_cbor", "hash_seed": "0", "interchange": {},
             "groups": [{"kind": g.kind, "tokens_per_row": g.tokens, "covered": [[0, ROW]]} for g in self.groups],

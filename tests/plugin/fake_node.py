@@ -85,10 +85,11 @@ class Said:
             (self.job,) = struct.unpack_from("<Q", body)
             at = 8
             if kind == LOAD:
-                (self.deadline_us,) = struct.unpack_from("<I", body, 8)
-                (length,) = struct.unpack_from("<H", body, 12)
-                self.request = body[14 : 14 + length].decode()
-                at = 14 + length
+                (self.deadline_us,) = struct.unpack_from("<I", body, at)
+                at += 4
+            (length,) = struct.unpack_from("<H", body, at)
+            self.request = body[at + 2 : at + 2 + length].decode()
+            at += 2 + length
             (count,) = struct.unpack_from("<I", body, at)
             assert len(body) == at + 4 + count * 44, "items do not fit"
             self.items = [
@@ -190,7 +191,7 @@ class Node:
 
     def welcome(self, **changed) -> None:
         body = {
-            "protocol": 1,
+            "protocol": 2,
             "generation": self.generation,
             "pid": self.pid,
             "namespace": "00" * 32,

@@ -87,7 +87,7 @@ def test_a_refusal_is_taken_and_not_repeated_at_once(make):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"protocol": 2},
+        {"protocol": 1},
         {"pid": 1},
         {"table_slots": 100},
         {"table_slots": 1 << 30},

@@ -18,8 +18,10 @@ def test_frames_read_back_at_the_other_end():
     said = fake_node.Said(frame[4], frame[5:])
     assert (said.kind, said.job, said.deadline_us, said.request) == (plugin.LOAD, 7, 50_000, "chatcmpl-x")
     assert said.items == [(key, 16, 3)]
-    frame = plugin.store_frame(8, [(key, 16, 3), (key, 32, 4)])
-    assert fake_node.Said(frame[4], frame[5:]).items == [(key, 16, 3), (key, 32, 4)]
+    frame = plugin.store_frame(8, "chatcmpl-y", [(key, 16, 3), (key, 32, 4)])
+    said = fake_node.Said(frame[4], frame[5:])
+    assert (said.kind, said.job, said.request) == (plugin.STORE, 8, "chatcmpl-y")
+    assert said.items == [(key, 16, 3), (key, 32, 4)]
     frame = plugin.report_frame("r", (9, 1, 2, 3, 1, 2), [(key, 16)])
     said = fake_node.Said(frame[4], frame[5:])
     assert said.sources == {"prompt": 9, "device": 1, "staging": 2, "drive": 3, "peer": 1, "computed": 2}
@@ -30,6 +32,9 @@ def test_frames_are_bytes_as_the_protocol_says():
     key = bytes(range(32)) + b"\0\0\0\2"
     assert plugin.load_frame(1, 2, "r", [(key, 3, 4)]).hex() == (
         "40000000" "03" "0100000000000000" "02000000" "0100" "72" "01000000" + key.hex() + "03000000" "04000000"
+    )
+    assert plugin.store_frame(1, "r", [(key, 3, 4)]).hex() == (
+        "3c000000" "02" "0100000000000000" "0100" "72" "01000000" + key.hex() + "03000000" "04000000"
     )
 
 
@@ -42,7 +47,7 @@ def test_a_report_too_long_for_a_frame_keeps_the_head_of_its_chain():
 
 def test_jobs_beyond_a_frame_are_refused():
     with pytest.raises(ValueError):
-        plugin.store_frame(1, [(bytes(36), 0, 0)] * (plugin.MAX_ITEMS + 1))
+        plugin.store_frame(1, "r", [(bytes(36), 0, 0)] * (plugin.MAX_ITEMS + 1))
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,7 @@ def test_a_store_that_the_node_failed_is_a_hole(make):
     box.new_request("a", "a", 4)
     box.store("a")
     node.step()
+    assert node.stores()[0].request == "a", "the node is told whose rows they are"
     node.done(node.stores()[0].job, [fake_node.STORED, fake_node.FAILED, fake_node.STORED, fake_node.STORED])
     for key in keys_of("a", 4)[:1] + keys_of("a", 4)[2:]:
         node.table.add(key, fake_node.DRIVE)

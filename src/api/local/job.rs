@@ -29,9 +29,15 @@ pub(super) struct Mover {
 const LATE: Duration = Duration::from_millis(30);
 
 impl Mover {
-    pub(super) async fn store(&self, items: &[RowItem]) -> Vec<Outcome> {
+    /// Rows whose owner is not clear must not be sealed under anybody's key: they are answered as if they were not
+    /// worth keeping, so that nobody offers them again.
+    pub(super) async fn store(&self, owner: Option<Arc<str>>, items: &[RowItem]) -> Vec<Outcome> {
+        if owner.is_none() && self.store.encrypts() {
+            return vec![Outcome::Held; items.len()];
+        }
         let order = in_prefix_order(items);
-        let done = self.store.put(&self.rows, pick(items, &order)).await;
+        let owner = owner.unwrap_or_else(|| "".into());
+        let done = self.store.put_of(owner, &self.rows, pick(items, &order)).await;
         let mut outcomes = vec![Outcome::Failed; items.len()];
         settle(&mut outcomes, &order, done);
         outcomes

@@ -399,7 +399,7 @@ impl Session {
         while let Some(frame) = self.inbox.frame()? {
             match FromEngine::decode(frame)? {
                 FromEngine::Hello(_) => return Err(End::HelloAgain),
-                FromEngine::Store { job, items } => self.store(job, items)?,
+                FromEngine::Store { job, request, items } => self.store(job, &request, items)?,
                 FromEngine::Load { job, deadline_us, request, items } => {
                     self.load(job, deadline_us, &request, items)?;
                 }
@@ -432,13 +432,17 @@ impl Session {
         Ok(verdict == Verdict::Open)
     }
 
-    fn store(&mut self, job: u64, items: Vec<RowItem>) -> Result<(), End> {
+    fn store(&mut self, job: u64, request: &str, items: Vec<RowItem>) -> Result<(), End> {
         if !self.lease(job, &items, false)? {
             return Ok(());
         }
         let (mover, settler, begun) = (self.mover.clone(), self.held.settler(), self.mover.clock.now());
+        let owner = (self.shared.options.owner_of)(request);
+        if owner.is_none() {
+            tracing::debug!(request, "two keys use one request id: whose rows these are is not clear");
+        }
         self.spawn("store", async move {
-            let outcomes = mover.store(&items).await;
+            let outcomes = mover.store(owner, &items).await;
             settler.settle().await;
             Ended { job, begun, answered: false, load: false, outcomes }
         });

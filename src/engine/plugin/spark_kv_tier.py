@@ -101,7 +101,7 @@ class Limits:
 # ---------------------------------------------------------------------------------------------------------------------
 # Frames. The node's base/frame.rs is the definition; numbers and bounds here follow it.
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 4 << 20
 MAX_ITEMS = 65_536
 HELLO, STORE, LOAD, REPORT = 1, 2, 3, 4
@@ -135,8 +135,9 @@ def _items(items) -> bytes:
     return struct.pack("<I", len(items)) + b"".join(key + _ITEM_TAIL.pack(position, row) for key, position, row in items)
 
 
-def store_frame(job: int, items) -> bytes:
-    return frame(STORE, struct.pack("<Q", job), _items(items))
+def store_frame(job: int, request: str, items) -> bytes:
+    """`request` is the one that computed the rows: the node knows whose it is."""
+    return frame(STORE, struct.pack("<Q", job), _text(request), _items(items))
 
 
 def load_frame(job: int, deadline_us: int, request: str, items) -> bytes:
@@ -1227,7 +1228,7 @@ class SparkKvTier(SecondaryTierManager):
         now = time.monotonic()
         self._send_job(
             Job(job.job_id, [i[0] for i in new], False, ctx.req_id, now, now + self.limits.store_silence_s),
-            store_frame(job.job_id, new),
+            store_frame(job.job_id, str(ctx.req_id), new),
         )
 
     def _submit_load(self, job) -> None:

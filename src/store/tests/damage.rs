@@ -190,7 +190,7 @@ async fn foreign_files_are_left_alone_counted_and_reported() {
             put("segment-0000000000000384.kv", whole(stranger.encode()));
             put("segment-0000000000000385.kv", content(3, 1 << 16));
             let mut newer = place.with_file(&segments[0], |b| b.clone());
-            newer[8] = 2;
+            newer[8] = 3;
             put("segment-0000000000000386.kv", newer);
             put("segment-0000000000000387.kv", Vec::new());
             // A whole segment of ours under another number.
@@ -202,7 +202,7 @@ async fn foreign_files_are_left_alone_counted_and_reported() {
         assert_eq!(opened.damaged, 5, "{:?}", opened.notes);
         assert_eq!(opened.notes.len(), 6, "{:?}", opened.notes);
         assert!(opened.notes.iter().any(|n| n.contains("another store")));
-        assert!(opened.notes.iter().any(|n| n.contains("format version 2")));
+        assert!(opened.notes.iter().any(|n| n.contains("format version 3")));
         assert_eq!(count(&outcomes, Outcome::FromDrive), 200, "{}", place.name);
         assert!(place.files().contains(&"notes.txt".to_owned()));
         assert!(!place.files().iter().any(|n| n.ends_with("unfinished")));
@@ -331,18 +331,59 @@ async fn a_segment_of_version_1_is_read() {
     store.close().await;
 }
 
+/// Number of the key in the fixture of format version 2, which its file is named after.
+const KEY: u32 = 0x5965_dc4b;
+
+/// A segment of format version 2: three plain rows, then sealed ones, and the key of these.
+#[tokio::test]
+async fn a_segment_of_version_2_is_read() {
+    let bytes = include_bytes!("../../../tests/fixtures/segment-v2.bin").to_vec();
+    let secret = include_bytes!("../../../tests/fixtures/segment-v2.key");
+    let head = Head::decode(&bytes).unwrap();
+    let keys = folder();
+    for has_key in [true, false] {
+        if has_key {
+            std::fs::create_dir(keys.path().join("keys")).unwrap();
+            std::fs::write(keys.path().join(format!("keys/{KEY:08x}.key")), secret).unwrap();
+        } else {
+            std::fs::remove_dir_all(keys.path().join("keys")).unwrap();
+        }
+        let mem = Mem::new();
+        mem.put_file(&format::segment_name(head.sequence), bytes.clone());
+        let place = Place::in_memory();
+        let (options, disk) = (place.options(), DiskKind::Mem(mem));
+        let sealing = sealed::sealing(keys.path(), false);
+        let opened = Store::open_sealed(options, &sealing, disk, Clock::real(), &Meter::new());
+        let (store, opened) = opened.unwrap();
+        assert_eq!((opened.rows, opened.unkeyed), if has_key { (6, 0) } else { (3, 3) }, "{opened:?}");
+        let rows = area(1, 4096, SPACE);
+        store.attach(&rows).await.unwrap();
+        let outcomes = get_each(&store, &rows, 0..6).await;
+        assert_eq!(count(&outcomes, Outcome::FromDrive), if has_key { 6 } else { 3 }, "{outcomes:?}");
+        store.close().await;
+    }
+}
+
 /// Writes the fixture. Run by hand, once per format version: `cargo test write_the_fixture -- --ignored`.
 #[tokio::test]
 #[ignore = "writes tests/fixtures"]
 async fn write_the_fixture() {
     let place = Place::in_memory();
     let options = Options { capacity: Bytes::kib(512), segment: Bytes::kib(64), ..place.options() };
-    let (store, _) = open_with(&options, &place.disk);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
-    put_each(&store, &rows, 0..8).await;
-    store.close().await;
+    let (rows, keys) = (area(1, 4096, SPACE), folder());
+    for (encrypt, which) in [(false, 0..3), (true, 3..8)] {
+        let sealing = sealed::sealing(keys.path(), encrypt);
+        let disk = place.disk.clone();
+        let opened = Store::open_sealed(options.clone(), &sealing, disk, Clock::real(), &Meter::new());
+        let (store, _) = opened.unwrap();
+        store.attach(&rows).await.unwrap();
+        put_each(&store, &rows, which).await;
+        store.close().await;
+    }
     let bytes = place.with_file(&place.segments()[0], |b| b.clone());
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/segment-v1.bin");
-    std::fs::write(path, bytes).unwrap();
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    std::fs::write(fixtures.join("segment-v2.bin"), bytes).unwrap();
+    let key = std::fs::read_dir(keys.path().join("keys")).unwrap().next().unwrap().unwrap();
+    std::fs::copy(key.path(), fixtures.join("segment-v2.key")).unwrap();
+    println!("the key's number is {:?}", key.file_name());
 }

@@ -4,37 +4,37 @@
 
 use std::time::Duration;
 
-use super::life::{Areas, Life, accounts_are_right, offer, options_of_a_life};
+use super::life::{Areas, Life, accounts_are_right, offer, open_of_a_life, options_of_a_life};
 use super::*;
 
 /// Longest that anything may take: a call that waits for ever is what is looked for, not a slow one.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Breaks the drive at each `step`-th operation from `first` on.
-async fn break_from(first: u64, step: usize, failure: Failure) -> u64 {
+async fn break_from(first: u64, step: usize, failure: Failure, sealing: &Sealing) -> u64 {
     let whole = Mem::new();
-    Life::live(&whole, &Clock::sim()).await;
+    Life::live_sealed(&whole, &Clock::sim(), sealing).await;
     let total = whole.touches();
     let mut judged = 0;
     for touch in (first..total).step_by(step) {
         let context = format!("{failure:?} from operation {touch} of {total} on");
-        let judge = std::pin::pin!(break_at(touch, failure, &context));
+        let judge = std::pin::pin!(break_at(touch, failure, sealing, &context));
         tokio::time::timeout(PATIENCE, judge).await.unwrap_or_else(|_| panic!("{context}: a call hangs"));
         judged += 1;
     }
     judged
 }
 
-async fn break_at(touch: u64, failure: Failure, context: &str) {
+async fn break_at(touch: u64, failure: Failure, sealing: &Sealing, context: &str) {
     let mem = Mem::new();
     mem.break_at(touch, failure);
     // Whatever is handed out during it was looked at there.
-    Life::live(&mem, &Clock::sim()).await;
+    Life::live_sealed(&mem, &Clock::sim(), sealing).await;
     let taken: u64 = mem.list().iter().map(|f| f.taken).sum();
     assert!(taken <= options_of_a_life().capacity.0, "{context}: {taken}");
     // A start on the broken drive serves what it can or says why not.
     let clock = Clock::sim();
-    let start = || Store::open(options_of_a_life(), DiskKind::Mem(mem.clone()), clock.clone(), &Meter::new());
+    let start = || open_of_a_life(sealing, &mem, &clock);
     let areas = Areas::new();
     let (store, begun_broken) = match start() {
         Ok((store, _)) => {
@@ -87,18 +87,26 @@ async fn goes_on(store: &Store, areas: &Areas, clock: &Clock, context: &str) {
 
 #[tokio::test]
 async fn a_drive_with_input_and_output_errors_from_any_operation_on() {
-    let judged = break_from(0, 1, Failure::Broken).await;
+    let judged = break_from(0, 1, Failure::Broken, &Sealing::default()).await;
+    println!("{judged} lives on a drive that breaks");
+}
+
+#[tokio::test]
+async fn a_drive_that_breaks_at_any_seventh_operation_does_no_more_to_sealed_rows() {
+    let keys = folder();
+    let sealing = sealed::sealing(keys.path(), true);
+    let judged = break_from(3, 7, Failure::Broken, &sealing).await;
     println!("{judged} lives on a drive that breaks");
 }
 
 #[tokio::test]
 async fn a_drive_that_is_full_from_any_operation_on() {
-    let judged = break_from(0, 1, Failure::Full).await;
+    let judged = break_from(0, 1, Failure::Full, &Sealing::default()).await;
     println!("{judged} lives on a drive that fills up");
 }
 
 #[tokio::test]
 async fn a_drive_that_moves_half_from_any_operation_on() {
-    let judged = break_from(0, 1, Failure::Short).await;
+    let judged = break_from(0, 1, Failure::Short, &Sealing::default()).await;
     println!("{judged} lives on a drive that falls short");
 }

@@ -28,6 +28,9 @@ const WIDTH: u32 = 64;
 const IN_MEMORY: usize = 96_000;
 const ON_DRIVE: usize = 2_000;
 
+/// Flips in images of sealed rows.
+const SEALED: usize = 12_000;
+
 /// What lies on a page of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
@@ -118,15 +121,18 @@ struct Tally {
 struct Target {
     place: Place,
     options: Options,
+    sealing: Sealing,
     segments: Vec<Segment>,
     rows: Arc<Rows>,
     tally: Tally,
 }
 
 /// Writes the store that is to be damaged.
-async fn write(place: &Place) -> Options {
+async fn write(place: &Place, sealing: &Sealing) -> Options {
     let options = Options { capacity: Bytes::mib(5), segment: Bytes::kib(64), ..place.options() };
-    let (store, _) = open_with(&options, &place.disk);
+    let (disk, clock) = (place.disk.clone(), Clock::real());
+    let opened = Store::open_sealed(options.clone(), sealing, disk, clock, &Meter::new());
+    let (store, _) = opened.unwrap();
     let rows = area(1, 4096, SPACE);
     store.attach(&rows).await.unwrap();
     assert_eq!(count(&put_each(&store, &rows, 0..ROWS).await, Outcome::Stored), ROWS as usize);
@@ -135,7 +141,7 @@ async fn write(place: &Place) -> Options {
 }
 
 impl Target {
-    fn new(place: Place, options: Options) -> Self {
+    fn new(place: Place, options: Options, sealing: &Sealing) -> Self {
         let segment = |name: String| {
             let bytes = place.with_file(&name, |bytes| bytes.clone());
             Segment::of(name, &bytes)
@@ -144,7 +150,8 @@ impl Target {
         assert_eq!(segments.len(), SEGMENTS);
         assert_eq!(segments.iter().filter(|s| s.is_sealed).count(), SEGMENTS - 1);
         assert_eq!(segments.iter().flat_map(Segment::rows).count(), ROWS as usize);
-        Self { place, options, segments, rows: area(WIDTH, 4096, SPACE), tally: Tally::default() }
+        let (sealing, rows) = (sealing.clone(), area(WIDTH, 4096, SPACE));
+        Self { place, options, sealing, segments, rows, tally: Tally::default() }
     }
 
     fn flip(&self, name: &str, at: usize, bit: u32) {
@@ -185,7 +192,8 @@ impl Target {
         let before = self.place.with_identity();
         hits.iter().for_each(|(name, at, bit)| self.flip(name, *at, *bit));
 
-        let opened = Store::open(self.options.clone(), self.place.disk.clone(), Clock::real(), &Meter::new());
+        let (options, disk, clock) = (self.options.clone(), self.place.disk.clone(), Clock::real());
+        let opened = Store::open_sealed(options, &self.sealing, disk, clock, &Meter::new());
         let (store, opened) = opened.unwrap_or_else(|e| panic!("a start failed: {e}; {hits:?}"));
         let told = structure + u64::from(identity);
         assert!(opened.damaged >= told, "{told} files are damaged, {opened:?}, {hits:?}");
@@ -264,13 +272,13 @@ fn is_enough(tally: &Tally, name: &str) {
 }
 
 /// Rounds on images of the files that a store has written to the drive.
-async fn flips_in_images(seed: u64, flips: usize) {
+async fn flips_in_images(seed: u64, flips: usize, sealing: &Sealing) {
     let written = Place::on_drive(Io::Plain, "plain");
-    let options = write(&written).await;
+    let options = write(&written, sealing).await;
     let mem = Mem::new();
     written.files().iter().for_each(|name| mem.put_file(name, written.with_bytes(name)));
     let place = Place { disk: DiskKind::Mem(mem), ..Place::in_memory() };
-    let target = Target::new(place, options);
+    let target = Target::new(place, options, sealing);
     let tally = target.flip_many(flips, seed, 2).await;
     assert!(tally.flips >= flips, "{tally:?}");
     is_enough(&tally, "images");
@@ -280,12 +288,18 @@ async fn flips_in_images(seed: u64, flips: usize) {
 
 #[tokio::test]
 async fn no_flipped_bit_makes_a_wrong_row_in_the_first_48_000() {
-    flips_in_images(1, IN_MEMORY / 2).await;
+    flips_in_images(1, IN_MEMORY / 2, &Sealing::default()).await;
 }
 
 #[tokio::test]
 async fn no_flipped_bit_makes_a_wrong_row_in_the_second_48_000() {
-    flips_in_images(2, IN_MEMORY / 2).await;
+    flips_in_images(2, IN_MEMORY / 2, &Sealing::default()).await;
+}
+
+#[tokio::test]
+async fn no_flipped_bit_makes_a_wrong_row_of_sealed_ones() {
+    let keys = folder();
+    flips_in_images(9, SEALED, &sealed::sealing(keys.path(), true)).await;
 }
 
 #[tokio::test]
@@ -297,8 +311,8 @@ async fn no_flipped_bit_on_the_drive_makes_a_wrong_row() {
         places.push(Place::on_drive(Io::Plain, "plain"));
     }
     for (place, seed) in places.into_iter().zip(3..) {
-        let (name, options) = (place.name, write(&place).await);
-        let tally = Target::new(place, options).flip_many(ON_DRIVE, seed, 8).await;
+        let (name, options) = (place.name, write(&place, &Sealing::default()).await);
+        let tally = Target::new(place, options, &Sealing::default()).flip_many(ON_DRIVE, seed, 8).await;
         is_enough(&tally, name);
         flipped += tally.flips;
     }

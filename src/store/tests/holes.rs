@@ -49,7 +49,7 @@ async fn on_a_drive_the_room_of_dropped_rows_is_free_at_once_and_they_do_not_com
         assert_eq!(store.status().damaged, 0);
         assert!(inspect(place.folder.path()).unwrap().len() == 75, "{}", place.name);
         store.close().await;
-        let shut = Shut::lock(place.folder.path()).unwrap();
+        let shut = Shut::lock(place.folder.path(), &place.folder.path().join("keys")).unwrap();
         let verified = shut.verify(|_| true);
         assert_eq!((verified.rows, verified.damaged, shut.survey().rows), (75, 0, 75), "{}", place.name);
     }

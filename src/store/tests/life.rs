@@ -21,6 +21,12 @@ pub fn options_of_a_life() -> Options {
     Options { capacity: Bytes::kib(512), segment: Bytes::kib(64), ..options("mem".as_ref(), Io::Auto) }
 }
 
+/// A store of a life.
+pub fn open_of_a_life(sealing: &Sealing, mem: &Mem, clock: &Clock) -> Result<(Store, Opened), Error> {
+    let (options, disk) = (options_of_a_life(), DiskKind::Mem(mem.clone()));
+    Store::open_sealed(options, sealing, disk, clock.clone(), &Meter::new())
+}
+
 /// Rows of an area.
 const WIDTH: u32 = 48;
 
@@ -86,16 +92,22 @@ pub struct Life {
     pub released: u64,
     /// Durable rows that were held when the life ended.
     pub promised: BTreeSet<Which>,
+    /// How its rows are kept.
+    sealing: Sealing,
 }
 
 impl Life {
     /// Lives until the end, or until the power goes.
     pub async fn live(mem: &Mem, clock: &Clock) -> Self {
-        let mut life = Self::default();
+        Self::live_sealed(mem, clock, &Sealing::default()).await
+    }
+
+    /// The same with rows sealed so. The keys lie elsewhere: they are durable before the first row under them.
+    pub async fn live_sealed(mem: &Mem, clock: &Clock, sealing: &Sealing) -> Self {
+        let mut life = Self { sealing: sealing.clone(), ..Self::default() };
         let areas = Areas::new();
         for session in 0..2 {
-            let opened =
-                Store::open(options_of_a_life(), DiskKind::Mem(mem.clone()), clock.clone(), &Meter::new());
+            let opened = open_of_a_life(sealing, mem, clock);
             // Nothing is promised by a start that failed, and nothing taken back.
             let Ok((store, _)) = opened else { break };
             areas.attach(&store).await;
@@ -178,8 +190,7 @@ impl Life {
     /// Starts on what is left of a drive and holds it against what was promised.
     pub async fn check(&self, mem: &Mem, context: &str) {
         let start = || {
-            let opened =
-                Store::open(options_of_a_life(), DiskKind::Mem(mem.clone()), Clock::sim(), &Meter::new());
+            let opened = open_of_a_life(&self.sealing, mem, &Clock::sim());
             opened.unwrap_or_else(|e| panic!("{context}: {e}"))
         };
         let (store, opened) = start();

@@ -12,6 +12,7 @@ mod oracle;
 mod patrol;
 mod restart;
 mod rows;
+mod sealed;
 mod soak;
 mod worth;
 

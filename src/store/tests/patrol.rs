@@ -72,15 +72,15 @@ async fn a_verification_ends_when_nobody_listens() {
 async fn a_shut_folder_is_surveyed_and_verified_and_a_used_one_is_refused() {
     let place = Place::on_drive(Io::Plain, "plain");
     let folder = place.folder.path();
-    assert!(matches!(Shut::lock(&folder.join("none")), Err(ShutError::NoStore(_))));
+    assert!(matches!(Shut::lock(&folder.join("none"), &folder.join("keys")), Err(ShutError::NoStore(_))));
     assert!(!folder.join("none").exists(), "looking makes nothing");
     let (store, _area) = filled(&place, 40).await;
-    assert!(matches!(Shut::lock(folder), Err(ShutError::InUse(_))));
+    assert!(matches!(Shut::lock(folder, &folder.join("keys")), Err(ShutError::InUse(_))));
     let survey = store.survey();
     assert_eq!(store.drop_rows(SPACE, vec![key(0)]).await.unwrap(), 1);
     store.close().await;
 
-    let shut = Shut::lock(folder).unwrap();
+    let shut = Shut::lock(folder, &folder.join("keys")).unwrap();
     let held = shut.survey();
     assert_eq!((held.rows, held.bytes), (39, 39 * u64::from(ROW)), "what was dropped is not listed");
     let sizes = |s: &Survey| s.segments.iter().map(|s| s.file.clone()).collect::<Vec<_>>();

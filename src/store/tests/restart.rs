@@ -3,9 +3,10 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::super::format::{Entry, Head, PAGE, PAGE64, Record as Page, Sequence, encode_foot, segment_name};
+use super::super::format::{Head, PAGE, PAGE64, Record as Page, Sequence, encode_foot, segment_name};
 use super::super::log::{Room, Step};
 use super::super::recover::recover;
+use super::super::seal::Seals;
 use super::*;
 use crate::base::checksum::crc64;
 
@@ -229,10 +230,11 @@ fn segment(sequence: u64, rows: &[u32], sealed: bool) -> (String, Vec<u8>) {
         let (payload, at) = (content(n, PAGE), page as usize * PAGE);
         let (space, key, position, length) = (SPACE, key(n), (n + 1) * 16, 4096);
         let checksum = crc64(&[&payload]);
-        let record = Page { store: STORE, sequence: head.sequence, space, key, position, length, checksum };
+        let sequence = head.sequence;
+        let record = Page { store: STORE, sequence, space, key, position, length, checksum, seal: None };
         bytes[at..at + PAGE].copy_from_slice(&record.encode());
         bytes[at + PAGE..at + 2 * PAGE].copy_from_slice(&payload);
-        entries.push(Entry { space, key, position, page, length, checksum });
+        entries.push(record.entry(page));
     }
     if sealed {
         let foot = encode_foot(&head, &entries);
@@ -254,7 +256,7 @@ fn a_key_in_two_segments_is_read_from_the_newer_one_whichever_is_damaged() {
             }
             mem.put_file(&name, bytes);
         }
-        let found = recover(&Files::Mem(mem), 4 << 20, 64 << 10).unwrap();
+        let found = recover(&Files::Mem(mem), &Seals::default(), 4 << 20, 64 << 10).unwrap();
         assert_eq!(found.opened.rows, 5, "{:?}", found.opened);
         // The lost identity, and the foot.
         assert_eq!(found.opened.damaged, 1 + u64::from(damaged.is_some()));
@@ -271,7 +273,7 @@ fn only_the_segment_that_was_open_goes_on() {
         let (name, bytes) = segment(sequence, &[u32::try_from(sequence).unwrap()], sealed);
         mem.put_file(&name, bytes);
     }
-    let found = recover(&Files::Mem(mem), 4 << 20, 64 << 10).unwrap();
+    let found = recover(&Files::Mem(mem), &Seals::default(), 4 << 20, 64 << 10).unwrap();
     let unsealed: Vec<_> = found.log.unsealed().collect();
     assert_eq!((found.opened.rows, unsealed), (3, vec![Sequence(3)]), "{:?}", found.opened);
     assert!(found.opened.notes.iter().any(|n| n.contains("never sealed; 1 rows used")), "{:?}", found.opened);
@@ -285,7 +287,7 @@ fn what_was_being_sealed_is_sealed_and_what_was_made_ahead_is_used() {
         let (name, bytes) = segment(sequence, &rows.collect::<Vec<u32>>(), sealed);
         mem.put_file(&name, bytes);
     }
-    let found = recover(&Files::Mem(mem), 4 << 20, 64 << 10).unwrap();
+    let found = recover(&Files::Mem(mem), &Seals::default(), 4 << 20, 64 << 10).unwrap();
     // Its identity is taken from the segments; nothing else is amiss.
     assert_eq!((found.opened.rows, found.opened.damaged), (8, 1), "{:?}", found.opened);
     let (mut log, now) = (found.log, Micros(0));

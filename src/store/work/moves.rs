@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use super::super::disk::{Body, Buffer, Op, Verb};
 use super::super::format::{Bad, Entry, PAGE, PAGE64, Record, Sequence, padded, record_bytes};
 use super::super::index::Place;
+use super::super::seal::Use;
 use super::{Event, Flight, Work, verify};
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::unix_seconds;
@@ -81,12 +82,13 @@ impl Work {
             return self.lost(&row);
         }
         let Op { head, mut body, .. } = op;
-        let (store, events) = (self.parts.store, self.parts.events.clone());
+        let (store, events, seals) = (self.parts.store, self.parts.events.clone(), self.parts.seals.clone());
         self.with_hands += 1;
         self.parts.hands.give(move || {
             let Move { space, key, place } = row;
             let verdict = Record::decode(&head, store, place.sequence)
-                .and_then(|record| verify(record, &mut body, &space, &key, &place));
+                .and_then(|record| verify(record, &space, &key, &place))
+                .and_then(|record| seals.check(record, &mut body, Use::Look));
             let _ = events.send(Event::Fetched(Box::new(Fetched { row, body, verdict })));
         });
     }
@@ -96,6 +98,7 @@ impl Work {
         match (verdict, body) {
             (Ok(record), Body::Own(body)) => self.moves.fetched.push_back((row, body, record)),
             (Ok(_), _) => unreachable!("a row that is moved is read into own memory"),
+            (Err(Bad::NoKey), _) => self.move_ended(),
             (Err(bad), _) => {
                 tracing::warn!(%bad, key = ?row.key, "a row is not what was written; it is dropped");
                 self.lost(&row);
@@ -118,8 +121,7 @@ impl Work {
         // What follows the payload on its last page is nobody's.
         body[record.length as usize..].fill(0);
         let record = Record { sequence, ..record };
-        let Record { space, key, position, length, checksum, .. } = record;
-        let entry = Entry { space, key, position, page, length, checksum };
+        let entry = record.entry(page);
         let head = Buffer::of(&record.encode());
         self.writes_in_flight += 1;
         let offset = u64::from(page) * PAGE64;

@@ -362,7 +362,7 @@ impl Work {
         let Some(item) = first else { return false };
         let (space, now) = (rows.space, self.seconds());
         let length = u32::try_from(rows.row_bytes()).expect("a row is at most 1 GiB");
-        let place = Place { sequence: Sequence(0), page: 0, length, position: item.position };
+        let place = Place { sequence: Sequence(0), page: 0, length, position: item.position, seal: 0 };
         let heat = worth::born(now, false);
         let kind = self.kind(&space, &item.key);
         let own = worth::density(&heat, &place, kind, Standing::Attached, self.judge.likely, now);
