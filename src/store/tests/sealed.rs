@@ -148,10 +148,12 @@ async fn a_forgotten_owner_has_no_rows_and_others_keep_theirs() {
     }
     assert!(store.forget_owner("zed").await.unwrap_err().to_string().contains("`bob`"));
     store.close().await;
-    // Rows without a key are no damage, and not used.
+    // Rows without a key are no damage, and not used. Those in sealed segments have given their room back already.
     let (store, opened) = bed.open(true);
-    assert_eq!((opened.rows, opened.unkeyed, opened.damaged), (20, 40, 0), "{opened:?}");
-    assert_eq!(store.status().unkeyed, 40);
+    assert_eq!((opened.rows, opened.damaged), (20, 0), "{opened:?}");
+    assert!(opened.unkeyed > 0 && opened.unkeyed < 40, "{opened:?}");
+    let unkeyed = opened.unkeyed;
+    assert_eq!(store.status().unkeyed, unkeyed);
     assert!(store.faults().is_empty(), "{:?}", store.faults());
     store.attach(&rows).await.unwrap();
     assert_eq!(count(&get_each(&store, &rows, 0..40).await, Outcome::Failed), 40);
@@ -161,7 +163,7 @@ async fn a_forgotten_owner_has_no_rows_and_others_keep_theirs() {
     assert_eq!(store.verify(|_| true).await.damaged, 0);
     store.close().await;
     let (store, opened) = bed.open(true);
-    assert_eq!((opened.rows, opened.unkeyed, opened.damaged), (60, 40, 0), "{opened:?}");
+    assert_eq!((opened.rows, opened.unkeyed, opened.damaged), (60, unkeyed, 0), "{opened:?}");
     store.close().await;
 }
 
@@ -310,21 +312,26 @@ async fn rows_on_the_move_stay_sealed_and_a_peer_gets_them_in_the_clear() {
     let (store, _) = bed.open(true);
     let rows = area(1, 4096, SPACE);
     store.attach(&rows).await.unwrap();
-    put_of(&store, &rows, "ann", 0..10).await;
-    // Pinned, they are moved whenever their segment makes room.
-    store.pin(SPACE, (0..10).map(key).collect()).await.unwrap();
-    put_of(&store, &rows, "bob", 10..1500).await;
+    // What stays of each segment is one row, so there are soon too many of them, and some are emptied.
+    for n in 0..45 {
+        // A store that is full may want to see it twice.
+        put_of(&store, &rows, "ann", n..n + 1).await;
+        put_of(&store, &rows, "ann", n..n + 1).await;
+        assert_eq!(store.pin(SPACE, vec![key(n)]).await.unwrap(), 1);
+        put_of(&store, &rows, "bob", 2000 + n * 32..2032 + n * 32).await;
+    }
+    put_of(&store, &rows, "bob", 100..1500).await;
     assert!(store.status().moved_bytes > 0, "{:?}", store.status());
-    for n in 0..10 {
+    for n in 0..45 {
         let record = store.read(SPACE, key(n)).await.unwrap();
         assert_eq!(record.payload[..], content(n, 4096));
         assert_eq!(record.checksum, crate::base::checksum::crc64(&[&content(n, 4096)]));
     }
-    assert_eq!(count(&get_each(&store, &rows, 0..10).await, Outcome::FromDrive), 10);
-    assert!(!holds_any(&bed.segments(), 0..10));
+    assert_eq!(count(&get_each(&store, &rows, 0..45).await, Outcome::FromDrive), 45);
+    assert!(!holds_any(&bed.segments(), 0..45));
     // A moved row goes with its owner, too.
-    assert_eq!(store.forget_owner("ann").await.unwrap().rows, 10);
-    assert_eq!(count(&get_each(&store, &rows, 0..10).await, Outcome::Failed), 10);
+    assert_eq!(store.forget_owner("ann").await.unwrap().rows, 45);
+    assert_eq!(count(&get_each(&store, &rows, 0..45).await, Outcome::Failed), 45);
     assert_eq!(store.status().damaged, 0);
     store.close().await;
 }
