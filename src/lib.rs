@@ -40,8 +40,7 @@
 //! | --- | --- | --- |
 //! | hand | [`cli`] | typed arguments, printing, exit codes |
 //! | composition | [`keeper`], [`node`] | which process runs what; wiring, readiness, drain |
-//! | faces | [`api`], [`mock`], [`bench`] | HTTP, the engine's socket; an engine without a model; how fast it is here |
-//! | faces | [`api`], [`mock`], [`sim`] | HTTP, the engine's socket; an engine without a model; recorded sessions against the store |
+//! | faces | [`api`], [`mock`], [`bench`], [`sim`] | HTTP, the engine's socket; an engine without a model; how fast it is here; recorded sessions against the store |
 //! | judgement | [`router`] | where a request goes, and the relay that carries it |
 //! | society | [`cluster`], [`observe`] | the other node; what happened and what is wrong |
 //! | mechanisms, blind to each other | [`store`], [`transfer`], [`rails`], [`engine`], [`trace`] | segment log and ring; rows over the wire; what the cables do; vLLM's life; recorded sessions |
