@@ -351,13 +351,12 @@ async fn a_node_joins_by_a_token_and_both_learn_and_fetch_what_the_other_holds()
 #[tokio::test]
 async fn rows_that_a_node_loses_are_unlearned() {
     let (first, second) = joined(&Home::new("a"), &Home::new("b")).await;
-    // Capacity is 32 MiB in segments of 4: the oldest rows go.
+    // Capacity is 32 MiB: some have to go.
     for from in (0..5000).step_by(500) {
         first.hold(from..from + 500).await;
     }
     let held = first.store.subscribe(space()).0.into_iter().map(|(key, _)| key).collect::<BTreeSet<_>>();
-    assert!(held.len() < 5000);
-    assert!(!held.contains(&key(0)));
+    assert!(held.len() > 1000 && held.len() < 5000, "{}", held.len());
     second.learns(|known| *known == held).await;
     end([first, second]).await;
 }
