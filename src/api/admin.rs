@@ -22,6 +22,7 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
+use super::operators::refused;
 use crate::meter::Meter;
 use crate::observe::alerts::Alerts;
 use crate::observe::health::Health;
@@ -115,7 +116,7 @@ async fn request(With(shared): With<Shared>, Path(id): Path<String>) -> Response
         Some(request) => (fresh(), Json(request)).into_response(),
         None => {
             let what = format!("no request of this id among the last {KEPT} of this box");
-            (StatusCode::NOT_FOUND, Json(json!({ "error": { "message": what } }))).into_response()
+            refused(StatusCode::NOT_FOUND, &what)
         }
     }
 }
@@ -132,8 +133,7 @@ async fn alerts(With(shared): With<Shared>) -> Response {
 async fn events(With(shared): With<Shared>) -> Response {
     let Ok(seat) = shared.viewers.clone().try_acquire_owned() else {
         let what = format!("{VIEWERS} viewers are looking already");
-        return (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": { "message": what } })))
-            .into_response();
+        return refused(StatusCode::SERVICE_UNAVAILABLE, &what);
     };
     let pulse = KeepAlive::new().interval(Duration::from_secs(10));
     (fresh(), Sse::new(pictures(shared.admin, seat)).keep_alive(pulse)).into_response()

@@ -1,8 +1,7 @@
 //! The operator's desk: what the store of a running node holds, and what an operator does with it.
 //!
-//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop, forget, measuring rails) needs the key that the node leaves for
-//! its own user in `run/node.json`, also where the API needs none: a page in a browser on this machine can send
-//! requests to loopback, and clients of the API are not its operators.
+//! Looking is for whoever may look at the node. Doing (verify, pin, unpin, drop, forget, measuring rails) are orders
+//! ([`super::operators`]).
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -11,20 +10,18 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Query, Request, State as With};
-use axum::middleware::{self, Next};
+use axum::extract::{Query, State as With};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{Router, get, post};
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use http::{HeaderMap, StatusCode, header};
+use http::{StatusCode, header};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::Instant;
 
-use super::Keys;
+use super::operators::{self, refused};
 use crate::base::block::{BlockHash, GroupId, RowKey, Space};
 use crate::observe::chains::{Chains, PrefixUse};
 use crate::rails::Report;
@@ -54,8 +51,6 @@ pub struct Desk {
     chains: Arc<Mutex<Chains>>,
     /// Names of the other nodes.
     others: Others,
-    /// What orders need.
-    key: Keys,
     /// One verification at a time: two would halve each other and gain nothing.
     verifying: Arc<Semaphore>,
     tasks: Tasks,
@@ -71,10 +66,9 @@ pub type MeasureRails = Arc<dyn Fn(bool) -> BoxFuture<'static, Report> + Send + 
 pub type Others = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
 
 impl Desk {
-    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, others: Others, key: &str, tasks: Tasks) -> Self {
+    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, others: Others, tasks: Tasks) -> Self {
         let (verifying, measuring) = (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(1)));
-        let key = Keys::only("operator", key);
-        Self { store, chains, others, key, verifying, tasks, rails: None, measuring }
+        Self { store, chains, others, verifying, tasks, rails: None, measuring }
     }
 
     /// Who measures rails when an operator asks.
@@ -83,21 +77,19 @@ impl Desk {
         Self { rails: Some(rails), ..self }
     }
 
-    /// The routes, to be merged with those of [`super::admin`].
-    pub fn routes(self) -> Router {
-        let doing = Router::new()
+    /// The routes, to be merged with those of [`super::admin`]. Orders need `key`.
+    pub fn routes(self, key: &str) -> Router {
+        let orders = Router::new()
             .route("/api/v1/store/verify", post(verify))
             .route("/api/v1/store/pin", post(pin))
             .route("/api/v1/store/unpin", post(unpin))
             .route("/api/v1/store/drop", post(drop_rows))
             .route("/api/v1/rails/measure", post(measure_rails))
-            .route("/api/v1/store/forget", post(forget))
-            .route_layer(middleware::from_fn_with_state(self.clone(), operators_only));
-        Router::new().route("/api/v1/store", get(sheet)).merge(doing).with_state(self)
-    }
-
-    fn is_operator(&self, headers: &HeaderMap) -> bool {
-        self.key.check(headers).is_ok()
+            .route("/api/v1/store/forget", post(forget));
+        Router::new()
+            .route("/api/v1/store", get(sheet))
+            .merge(operators::only(orders, key, "spark-kv"))
+            .with_state(self)
     }
 }
 
@@ -178,19 +170,6 @@ async fn sheet(With(desk): With<Desk>, asked: Query<Asked>) -> Response {
         Ok(sheet) => Json(sheet.limited(limit.unwrap_or(LIMIT).min(LIMIT_MAX), by)).into_response(),
         Err(_) => refused(StatusCode::INTERNAL_SERVER_ERROR, "the store could not be looked through"),
     }
-}
-
-async fn operators_only(With(desk): With<Desk>, request: Request, next: Next) -> Response {
-    if desk.is_operator(request.headers()) {
-        return next.run(request).await;
-    }
-    let what =
-        "this needs the key in the node's run/node.json: run `spark-kv` on its own machine, as its user";
-    refused(StatusCode::FORBIDDEN, what)
-}
-
-fn refused(code: StatusCode, what: &str) -> Response {
-    (code, Json(json!({ "error": { "message": what } }))).into_response()
 }
 
 #[derive(Debug, Deserialize)]
@@ -390,38 +369,46 @@ impl Desk {
     }
 }
 
-async fn pin(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<Json<Done>, Refused> {
+/// What is done to rows.
+#[derive(Clone, Copy)]
+enum Word {
+    Pin,
+    Unpin,
+    Drop,
+}
+
+/// Does it to the rows that are meant, a space at a time.
+async fn each(store: &Store, word: Word, meant: Meant) -> Result<Json<Done>, Refused> {
     let mut done = Done::default();
-    for (space, keys) in desk.find_all(&which)? {
+    for (space, keys) in meant {
         done.meant += keys.len() as u64;
-        done.changed += desk.store.pin(space, keys).await?;
+        done.changed += match word {
+            Word::Pin => store.pin(space, keys).await,
+            Word::Unpin => store.unpin(space, keys).await,
+            Word::Drop => store.drop_rows(space, keys).await,
+        }?;
     }
     Ok(Json(done))
+}
+
+async fn pin(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<Json<Done>, Refused> {
+    each(&desk.store, Word::Pin, desk.find_all(&which)?).await
 }
 
 async fn unpin(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<Json<Done>, Refused> {
-    let mut done = Done::default();
-    for (space, keys) in desk.find_all(&which)? {
-        done.meant += keys.len() as u64;
-        done.changed += desk.store.unpin(space, keys).await?;
-    }
-    Ok(Json(done))
+    each(&desk.store, Word::Unpin, desk.find_all(&which)?).await
 }
 
 async fn drop_rows(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<Json<Done>, Refused> {
-    let mut done = Done::default();
     if which.requests.is_empty() && which.keys.is_empty() {
+        let mut done = Done::default();
         for space in desk.spaces(which.space.as_deref().ok_or(Refused::Nothing)?)? {
             done.changed += desk.store.forget(space).await?;
         }
         done.meant = done.changed;
         return Ok(Json(done));
     }
-    for (space, keys) in desk.find(&which)? {
-        done.meant += keys.len() as u64;
-        done.changed += desk.store.drop_rows(space, keys).await?;
-    }
-    Ok(Json(done))
+    each(&desk.store, Word::Drop, desk.find(&which)?).await
 }
 
 async fn forget(With(desk): With<Desk>, Json(whose): Json<Whose>) -> Result<Json<Forgot>, Refused> {

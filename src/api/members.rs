@@ -1,26 +1,20 @@
 //! The nodes that this one knows, and how an operator takes one out.
 //!
-//! Looking is for whoever may look at the node; forgetting needs the key that the node leaves for its own user, as the
-//! orders of [`super::desk`] do, and for the same reason.
+//! Looking is for whoever may look at the node; forgetting is an order ([`super::operators`]).
 
 use axum::Json;
 use axum::extract::State as With;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{Router, get, post};
-use http::{HeaderMap, StatusCode};
+use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
-use super::Keys;
+use super::operators::{self, refused};
 use crate::cluster::{Cluster, ForgetError, Member};
 
 /// What the routes work with.
 #[derive(Clone, Debug)]
-pub struct Members {
-    cluster: Cluster,
-    /// What orders need.
-    key: Keys,
-}
+pub struct Members(Cluster);
 
 /// Which node is meant.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -37,30 +31,27 @@ pub struct Forgotten {
 }
 
 impl Members {
-    pub fn new(cluster: Cluster, key: &str) -> Self {
-        Self { cluster, key: Keys::only("operator", key) }
+    pub fn new(cluster: Cluster) -> Self {
+        Self(cluster)
     }
 
-    /// The routes, to be merged with those of [`super::admin`].
-    pub fn routes(self) -> Router {
+    /// The routes, to be merged with those of [`super::admin`]. Orders need `key`.
+    pub fn routes(self, key: &str) -> Router {
+        let orders = Router::new().route("/api/v1/cluster/forget", post(forget));
         Router::new()
             .route("/api/v1/cluster", get(list))
-            .route("/api/v1/cluster/forget", post(forget))
+            .merge(operators::only(orders, key, "spark-kv cluster"))
             .with_state(self)
     }
 }
 
 async fn list(With(members): With<Members>) -> Json<Vec<Member>> {
     let without_note = |member| Member { note: serde_json::Value::Null, ..member };
-    Json(members.cluster.members().into_iter().map(without_note).collect())
+    Json(members.0.members().into_iter().map(without_note).collect())
 }
 
-async fn forget(With(members): With<Members>, headers: HeaderMap, Json(named): Json<Named>) -> Response {
-    if members.key.check(&headers).is_err() {
-        let what = "this needs the key in the node's run/node.json: run `spark-kv cluster` on its own machine, as its user";
-        return refused(StatusCode::FORBIDDEN, what);
-    }
-    match members.cluster.forget(&named.node).await {
+async fn forget(With(members): With<Members>, Json(named): Json<Named>) -> Response {
+    match members.0.forget(&named.node).await {
         Ok(name) => Json(Forgotten { name }).into_response(),
         Err(error) => {
             let code = match error {
@@ -71,8 +62,4 @@ async fn forget(With(members): With<Members>, headers: HeaderMap, Json(named): J
             refused(code, &error.to_string())
         }
     }
-}
-
-fn refused(code: StatusCode, what: &str) -> Response {
-    (code, Json(json!({ "error": { "message": what } }))).into_response()
 }

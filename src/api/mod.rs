@@ -1,7 +1,7 @@
 //! The faces of a node: what speaks to it from outside.
 //!
 //! `open` is what clients talk to, `admin` what operators look at, `desk` what they do with the store, `members` what
-//! with other nodes; they share the public port. `local` is the engine's door, a Unix socket.
+//! with other nodes (`operators` guards their orders); they share the public port. `local` is the engine's door, a Unix socket.
 
 pub mod admin;
 mod body;
@@ -11,6 +11,7 @@ mod keys;
 pub mod local;
 pub mod members;
 pub mod open;
+mod operators;
 mod serve;
 
 pub use keys::{Error as KeysError, Keys};
@@ -27,11 +28,7 @@ pub fn assemble(open: &open::Open, faces: axum::Router) -> axum::Router {
             let refused = tells && keys.check_viewer(request.headers()).is_err();
             async move {
                 if refused {
-                    let body = axum::Json(serde_json::json!({"error": {"message": "an API key is needed"}}));
-                    return axum::response::IntoResponse::into_response((
-                        http::StatusCode::UNAUTHORIZED,
-                        body,
-                    ));
+                    return operators::refused(http::StatusCode::UNAUTHORIZED, "an API key is needed");
                 }
                 next.run(request).await
             }

@@ -9,6 +9,7 @@
 //! processor: that ratio is a floor of what a cable gives. With two boxes one is the [`Host`], whose [`Offer`] the
 //! other one is given as a file.
 
+use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
@@ -23,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use super::place::Place;
 use super::stats::Spread;
 use super::{Error, raw, store};
-use crate::base::block::{Namespace, Rank, RowItem, RowKey, Space};
+use crate::base::block::{Namespace, Rank, RowKey, Space};
 use crate::base::checksum::crc64;
 use crate::base::clock::Clock;
 use crate::base::frame::Outcome;
@@ -50,8 +51,10 @@ const DRIVE_DEPTH: u32 = 32;
 /// Longest time without progress.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Longest time until all rails are open.
+/// Longest time until all rails are open, and between two looks: nobody tells when one opens, and it is no part of what
+/// is measured.
 const OPEN: Duration = Duration::from_secs(10);
+const OPEN_LOOK: Duration = Duration::from_millis(10);
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -188,7 +191,11 @@ impl Host {
             Some(drive) => Some(drive.speed().await?),
             None => None,
         };
-        let shelf = Arc::new(Goods { memory: memory(&area), store: drive.as_ref().map(|d| d.store.clone()) });
+        let shelf = Arc::new(Goods {
+            memory: memory(&area),
+            rows: (0..area.count()).map(store::key).zip(0..).collect(),
+            store: drive.as_ref().map(|d| d.store.clone()),
+        });
         let ips: Vec<IpAddr> = at.iter().map(SocketAddr::ip).filter(|ip| !ip.is_loopback()).collect();
         let fabric = Fabric::tcp(&ips)?;
         let tickets = Tickets::default();
@@ -255,12 +262,9 @@ impl Drive {
         let opened = Store::open(options, DiskKind::Real, Clock::real(), &Meter::new());
         let (store, _) = opened.map_err(Error::Store)?;
         store.attach(area).await.map_err(Error::Store)?;
-        let outcomes = store.put(area, items(area.count())).await;
-        let other = outcomes.iter().filter(|&&o| o != Outcome::Stored).count();
+        let outcomes = store.put(area, store::items(area)).await;
         store.detach(area.id).await;
-        if other > 0 {
-            return Err(Error::Rows { other, of: outcomes.len() });
-        }
+        store::all_are(&outcomes, Outcome::Stored)?;
         let bed = Arc::new(raw::Bed::make(&place.path().join("raw"))?);
         let drive = Self { bed, area: area.clone(), store, _place: place };
         drive.pass(raw::Way::Write).await?;
@@ -282,6 +286,8 @@ impl Drive {
 /// What is served.
 struct Goods {
     memory: Vec<Record>,
+    /// Which of these a key is: looked up for every piece that is measured.
+    rows: HashMap<RowKey, usize>,
     store: Option<Store>,
 }
 
@@ -290,8 +296,8 @@ impl Shelf for Goods {
         match &self.store {
             Some(drive) if space == store::SPACE => Shelf::read(drive, space, key),
             _ => {
-                let found = (0_u32..).zip(&self.memory).find(|(row, _)| store::key(*row) == key);
-                let found = found.filter(|_| space == MEMORY).map(|(_, record)| record.clone());
+                let row = self.rows.get(&key).filter(|_| space == MEMORY);
+                let found = row.map(|&row| self.memory[row].clone());
                 Box::pin(async move { found })
             }
         }
@@ -304,10 +310,6 @@ fn memory(area: &Rows) -> Vec<Record> {
         Record { position: (row + 1) * 16, checksum: crc64(&[&payload]), payload }
     };
     (0..area.count()).map(record).collect()
-}
-
-fn items(rows: u32) -> Vec<RowItem> {
-    (0..rows).map(|row| RowItem { key: store::key(row), position: (row + 1) * 16, row }).collect()
 }
 
 /// Writes rows to whoever shows the ticket, of each row the part of that connection.
@@ -496,7 +498,7 @@ impl<'a> Guest<'a> {
                 let what = format!("no connection along {} to {}", shut.path.name, shut.path.remote);
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what).into());
             }
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            tokio::time::sleep(OPEN_LOOK).await;
         }
         Ok(())
     }
@@ -535,14 +537,11 @@ impl<'a> Guest<'a> {
     /// All rows of a space over the fabric.
     async fn fetch(&self, rows: &Arc<Rows>) -> Result<f64, Error> {
         self.wipe();
-        let items = items(rows.count());
+        let items = store::items(rows);
         let begin = Instant::now();
         let outcomes = self.fetcher.fetch(rows, &items, None).await;
         let took = begin.elapsed();
-        let other = outcomes.iter().filter(|&&o| o != Outcome::FromPeer).count();
-        if other > 0 {
-            return Err(Error::Rows { other, of: outcomes.len() });
-        }
+        store::all_are(&outcomes, Outcome::FromPeer)?;
         self.check()?;
         Ok(self.bytes() / took.as_secs_f64())
     }

@@ -97,7 +97,8 @@ pub fn key(row: u32) -> RowKey {
     RowKey { hash: BlockHash(hash), group: GroupId(0) }
 }
 
-fn items(rows: &Rows) -> Vec<RowItem> {
+/// Every row under its key.
+pub fn items(rows: &Rows) -> Vec<RowItem> {
     (0..rows.count()).map(|row| RowItem { key: key(row), position: (row + 1) * 16, row }).collect()
 }
 
@@ -184,7 +185,9 @@ fn take_first(bytes: &mut [u8]) -> [u8; 8] {
     first
 }
 
-fn all_are(outcomes: &[Outcome], wanted: Outcome) -> Result<(), Error> {
+/// # Errors
+/// When one did not end so.
+pub fn all_are(outcomes: &[Outcome], wanted: Outcome) -> Result<(), Error> {
     let other = outcomes.iter().filter(|&&o| o != wanted).count();
     if other == 0 { Ok(()) } else { Err(Error::Rows { other, of: outcomes.len() }) }
 }

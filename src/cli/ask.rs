@@ -85,6 +85,16 @@ impl Running {
         Ok(())
     }
 
+    /// Sends an order, and gives all of its answer.
+    pub fn order_whole(&self, path: &str, json: &str) -> anyhow::Result<String> {
+        let mut answer = String::new();
+        self.order(path, json, |line| {
+            answer.push_str(line);
+            Ok(())
+        })?;
+        Ok(answer)
+    }
+
     fn host(&self) -> anyhow::Result<&str> {
         let rest = self.url.strip_prefix("http://").map(|rest| rest.split('/').next().unwrap_or_default());
         let what = || format!("`{}` must begin with `http://`", self.url);

@@ -87,11 +87,7 @@ fn list(ls: &Ls) -> anyhow::Result<Exit> {
 
 fn take_out(forget: Forget) -> anyhow::Result<Exit> {
     let order = serde_json::to_string(&Named { node: forget.node })?;
-    let mut text = String::new();
-    running(&forget.layers)?.order("/api/v1/cluster/forget", &order, |line| {
-        text.push_str(line);
-        Ok(())
-    })?;
+    let text = running(&forget.layers)?.order_whole("/api/v1/cluster/forget", &order)?;
     let Forgotten { name } = serde_json::from_str(&text).map_err(odd)?;
     let mut out = Out::new();
     out.line(&format!("{} is not known any more; a token lets it in again", clean(&name)))?;

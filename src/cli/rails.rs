@@ -102,12 +102,8 @@ fn node_says(order: &Rails, loaded: &Loaded) -> anyhow::Result<Option<Report>> {
     if !order.peer.is_empty() || !running.answers() {
         return Ok(None);
     }
-    let mut answer = String::new();
-    let asked = format!("{{\"transfer\":{}}}", !order.look);
-    running.order("/api/v1/rails/measure", &asked, |line| {
-        answer.push_str(line);
-        Ok(())
-    })?;
+    let answer =
+        running.order_whole("/api/v1/rails/measure", &format!("{{\"transfer\":{}}}", !order.look))?;
     Ok(Some(serde_json::from_str(&answer).context("what the node says is not to be understood")?))
 }
 

@@ -349,11 +349,7 @@ fn forget(whose: Forget) -> anyhow::Result<Exit> {
     let Forget { layers, key: owner, json } = whose;
     let loaded = load(&layers.inputs().with_environment())?;
     let running = Running::find(&loaded.places.node_file())?;
-    let mut answer = String::new();
-    running.order("/api/v1/store/forget", &serde_json::to_string(&Whose { owner })?, |line| {
-        answer.push_str(line);
-        Ok(())
-    })?;
+    let answer = running.order_whole("/api/v1/store/forget", &serde_json::to_string(&Whose { owner })?)?;
     let told: Forgot = serde_json::from_str(&answer).context("what the node says is not to be understood")?;
     let mut out = Out::new();
     if json {
@@ -380,11 +376,7 @@ fn order(verb: &str, done: &str, name: Name) -> anyhow::Result<Exit> {
     let loaded = load(&layers.inputs().with_environment())?;
     let running = Running::find(&loaded.places.node_file())?;
     let which = serde_json::to_string(&Which { requests, keys, space })?;
-    let mut answer = String::new();
-    running.order(&format!("/api/v1/store/{verb}"), &which, |line| {
-        answer.push_str(line);
-        Ok(())
-    })?;
+    let answer = running.order_whole(&format!("/api/v1/store/{verb}"), &which)?;
     let told: Done = serde_json::from_str(&answer).context("what the node says is not to be understood")?;
     let mut out = Out::new();
     if json {

@@ -123,8 +123,6 @@ pub struct Desk {
     share: Mutex<Share>,
     /// Rows of the engine that is served: the copies have the same layout.
     engine: watch::Sender<Option<Arc<Rows>>>,
-    /// Guards: the space that `share` is about. Taken after `share`.
-    space: Mutex<Option<Space>>,
     metrics: Metrics,
     areas: AtomicU64,
 }
@@ -135,19 +133,15 @@ impl Desk {
             loads: Loads { under_way: watch::channel(0).0, last: AtomicU64::new(0) },
             share: Mutex::new(Share::new(sharing)),
             engine: watch::channel(None).0,
-            space: Mutex::default(),
             metrics: Metrics::new(meter),
             areas: AtomicU64::new(AREAS),
         }
     }
 
-    /// Another space begins anew; the same engine that comes back goes on.
     pub fn set_engine(&self, rows: Option<Arc<Rows>>) {
         let mut share = self.share.lock();
-        if let Some(rows) = &rows
-            && self.space.lock().replace(rows.space) != Some(rows.space)
-        {
-            share.reset();
+        if let Some(rows) = &rows {
+            share.set_space(rows.space);
         }
         self.engine.send_replace(rows);
     }

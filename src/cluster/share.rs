@@ -14,7 +14,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
-use crate::base::block::RowKey;
+use crate::base::block::{RowKey, Space};
 use crate::base::clock::Micros;
 use crate::base::units::Bytes;
 
@@ -95,6 +95,19 @@ pub struct Batch {
     pub rows: Vec<(RowKey, u32)>,
 }
 
+impl Batch {
+    /// Takes rows until there are `most` that are to be copied.
+    fn of(
+        why: Why,
+        next: impl Iterator<Item = (RowKey, u32)>,
+        most: usize,
+        fresh: impl Fn(&RowKey) -> bool,
+    ) -> Option<Self> {
+        let rows: Vec<_> = next.filter(|(key, _)| fresh(key)).take(most).collect();
+        (!rows.is_empty()).then_some(Self { why, rows })
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Use {
     count: u16,
@@ -104,6 +117,7 @@ struct Use {
 /// What is to be copied. Of one space: another engine begins anew.
 #[derive(Debug)]
 pub struct Share {
+    space: Option<Space>,
     sharing: Sharing,
     uses: HashMap<RowKey, Use>,
     wanted: BTreeSet<(u32, RowKey)>,
@@ -119,6 +133,7 @@ pub struct Share {
 impl Share {
     pub fn new(sharing: Sharing) -> Self {
         Self {
+            space: None,
             sharing,
             uses: HashMap::new(),
             wanted: BTreeSet::new(),
@@ -130,10 +145,12 @@ impl Share {
         }
     }
 
-    /// Rows of another space are meant from now on.
-    pub fn reset(&mut self) {
+    /// Rows of this space are meant from now on. Another one begins anew; the same goes on.
+    pub fn set_space(&mut self, space: Space) {
         let Self { sharing, purse, filled, offers_at, .. } = *self;
-        *self = Self { purse, filled, offers_at, ..Self::new(sharing) };
+        if self.space != Some(space) {
+            *self = Self { space: Some(space), purse, filled, offers_at, ..Self::new(sharing) };
+        }
     }
 
     /// A request here has used these rows, which only other nodes hold.
@@ -216,15 +233,8 @@ impl Share {
             self.wanted.clear();
             return None;
         }
-        let mut rows = Vec::new();
-        while rows.len() < most
-            && let Some((position, key)) = self.wanted.pop_first()
-        {
-            if fresh(&key) {
-                rows.push((key, position));
-            }
-        }
-        (!rows.is_empty()).then_some(Batch { why: Why::Used, rows })
+        let next = std::iter::from_fn(|| self.wanted.pop_first().map(|(position, key)| (key, position)));
+        Batch::of(Why::Used, next, most, fresh)
     }
 
     fn offered_batch(
@@ -237,15 +247,7 @@ impl Share {
             self.offered.clear();
             return None;
         }
-        let mut rows = Vec::new();
-        while rows.len() < most
-            && let Some((key, position)) = self.offered.pop_front()
-        {
-            if fresh(&key) {
-                rows.push((key, position));
-            }
-        }
-        (!rows.is_empty()).then_some(Batch { why: Why::Offered, rows })
+        Batch::of(Why::Offered, std::iter::from_fn(|| self.offered.pop_front()), most, fresh)
     }
 
     /// Rows that were copied.

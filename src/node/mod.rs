@@ -205,11 +205,11 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     let cluster = parts.cluster.clone();
     let others: desk::Others =
         Arc::new(move || cluster.members().into_iter().map(|member| member.name).collect());
-    let desk =
-        desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), others, &local_key, tasks.clone());
+    let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), others, tasks.clone());
     let asked = parts.clone();
     let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
-    let orders = desk.routes().merge(members::Members::new(parts.cluster.clone(), &local_key).routes());
+    let orders =
+        desk.routes(&local_key).merge(members::Members::new(parts.cluster.clone()).routes(&local_key));
     serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await

@@ -26,10 +26,10 @@
 //! failing does not eat the rows that it still holds. That a segment could not be made ahead is no error yet: rows go
 //! on into the open one, and it is tried again when that is full.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::format::{Entry, Head, PAGE64, Sequence, StoreId, encode_foot, foot_bytes, record_bytes};
+use super::ledger::{Ledger, Segment};
 use crate::base::clock::Micros;
 
 /// Pause between attempts to write again. Long enough that a full drive is not hammered, short enough that nobody
@@ -87,21 +87,6 @@ enum Stage {
     Syncing,
     Footing,
     Settling,
-}
-
-/// One segment on the drive.
-#[derive(Clone, Copy, Debug)]
-struct Segment {
-    /// Bytes taken on the drive.
-    taken: u64,
-    /// Reads in flight.
-    reads: u32,
-    /// Its foot is durable.
-    sealed: bool,
-    /// No row of it is in the index; it goes when its reads have ended.
-    dying: bool,
-    /// Rows of it were moved to this segment: it stays until that is durable.
-    until: Option<Sequence>,
 }
 
 /// The segment that is being emptied.
@@ -173,7 +158,7 @@ pub struct Limits {
 #[derive(Debug)]
 pub struct Log {
     limits: Limits,
-    segments: BTreeMap<Sequence, Segment>,
+    segments: Ledger,
     sealing: Option<Sealing>,
     open: Option<Open>,
     /// The next one, made and empty.
@@ -206,7 +191,7 @@ impl Log {
     pub fn new(limits: Limits, next: Sequence) -> Self {
         Self {
             limits,
-            segments: BTreeMap::new(),
+            segments: Ledger::default(),
             sealing: None,
             open: None,
             ahead: None,
@@ -227,7 +212,7 @@ impl Log {
 
     /// A segment that was found at start and takes no more records.
     pub fn found(&mut self, sequence: Sequence, taken: u64, sealed: bool) {
-        self.segments.insert(sequence, Segment { taken, reads: 0, sealed, dying: false, until: None });
+        self.segments.add(sequence, taken, sealed);
     }
 
     /// A segment that was found without a foot: in ascending order, the last ones of a log. Records go on behind
@@ -253,8 +238,7 @@ impl Log {
     }
 
     pub fn used(&self) -> u64 {
-        let segments = self.segments.values().map(|s| s.taken).sum::<u64>();
-        self.limits.other + self.small + segments + self.making.unwrap_or(0)
+        self.limits.other + self.small + self.segments.taken() + self.making.unwrap_or(0)
     }
 
     /// The small files that grow take this much.
@@ -292,42 +276,39 @@ impl Log {
 
     /// What the drive has given a segment.
     pub fn set_taken(&mut self, sequence: Sequence, taken: u64) {
-        if let Some(segment) = self.segments.get_mut(&sequence) {
-            segment.taken = taken;
-        }
+        self.segments.set_taken(sequence, taken);
     }
 
     pub fn is_sealed(&self, sequence: Sequence) -> bool {
-        self.segments.get(&sequence).is_some_and(|segment| segment.sealed)
+        self.segments.get(sequence).is_some_and(|segment| segment.sealed)
     }
 
     /// Whether rows of it may be released: their room comes back, sooner or later.
     pub fn may_release(&self, sequence: Sequence) -> bool {
-        let may = |segment: &Segment| !segment.dying && (segment.sealed || !self.punches);
+        let may = |segment: &Segment| segment.sealed || !self.punches;
         self.victim() != Some(sequence)
-            && self.segments.get(&sequence).is_some_and(may)
+            && self.segments.get(sequence).is_some_and(may)
+            && !self.segments.is_dying(sequence)
             && !self.is_young(sequence)
     }
 
     /// No row of the segment is left: it goes as soon as nobody reads it, and `until` is durable.
     pub fn vacate(&mut self, sequence: Sequence, until: Option<Sequence>) {
-        if !self.is_young(sequence)
-            && let Some(segment) = self.segments.get_mut(&sequence)
-        {
-            segment.dying = true;
-            segment.until = until.or(segment.until);
+        if self.is_young(sequence) {
+            return;
+        }
+        self.segments.vacate(sequence);
+        if let Some(until) = until {
+            self.segments.bind(sequence, until);
         }
     }
 
     /// A segment that can go.
     fn removable(&self) -> Option<Sequence> {
-        let may = |(sequence, segment): &(&Sequence, &Segment)| {
-            segment.dying
-                && segment.reads == 0
-                && Some(**sequence) != self.victim()
-                && !self.is_bound(segment)
+        let may = |(sequence, segment): &(Sequence, &Segment)| {
+            segment.reads == 0 && Some(*sequence) != self.victim() && !self.is_bound(segment)
         };
-        self.segments.iter().find(may).map(|(sequence, _)| *sequence)
+        self.segments.dying().find(may).map(|(sequence, _)| sequence)
     }
 
     /// Whether one segment is to be emptied into the open one: there are too many, or room comes back in no other way.
@@ -338,10 +319,10 @@ impl Log {
 
     /// Segments that may be emptied, in ascending order, with the bytes that each takes.
     pub fn eligible(&self) -> Vec<(Sequence, u64)> {
-        let may = |(sequence, segment): &(&Sequence, &Segment)| {
-            !segment.dying && !self.is_young(**sequence) && !self.is_bound(segment)
+        let may = |(sequence, segment): &(Sequence, &Segment)| {
+            !self.segments.is_dying(*sequence) && !self.is_young(*sequence) && !self.is_bound(segment)
         };
-        self.segments.iter().filter(may).map(|(sequence, segment)| (*sequence, segment.taken)).collect()
+        self.segments.iter().filter(may).map(|(sequence, segment)| (sequence, segment.taken)).collect()
     }
 
     /// Whether it takes records, is being sealed, or is the next to take them.
@@ -351,7 +332,7 @@ impl Log {
 
     /// Whether rows of it were moved to a segment that is not durable yet.
     fn is_bound(&self, segment: &Segment) -> bool {
-        let target = segment.until.and_then(|until| self.segments.get(&until));
+        let target = segment.until.and_then(|until| self.segments.get(until));
         target.is_some_and(|target| !target.sealed)
     }
 
@@ -360,11 +341,11 @@ impl Log {
     }
 
     pub fn oldest(&self) -> Option<Sequence> {
-        self.segments.keys().next().copied()
+        self.segments.iter().next().map(|(sequence, _)| sequence)
     }
 
     pub fn sealed(&self) -> usize {
-        self.segments.values().filter(|s| s.sealed).count()
+        self.segments.sealed()
     }
 
     pub fn reclaimed(&self) -> u64 {
@@ -441,7 +422,7 @@ impl Log {
         victim.held_free = victim.held_free.saturating_sub(record);
         let page = take(open, record);
         let sequence = open.head.sequence;
-        self.segments.get_mut(&victim.sequence).expect("a victim stays until it goes").until = Some(sequence);
+        self.segments.bind(victim.sequence, sequence);
         Some((sequence, page))
     }
 
@@ -499,12 +480,12 @@ impl Log {
 
     /// A read of the segment begins.
     pub fn reading(&mut self, sequence: Sequence) {
-        self.segments.get_mut(&sequence).expect("the index names segments that exist").reads += 1;
+        self.segments.reading(sequence);
     }
 
     /// A read of the segment has ended.
     pub fn read(&mut self, sequence: Sequence) {
-        self.segments.get_mut(&sequence).expect("a segment stays until its reads have ended").reads -= 1;
+        self.segments.read(sequence);
     }
 
     /// When [`Log::step`] has to be asked although nothing happened.
@@ -617,7 +598,7 @@ impl Log {
                 Some(Step::Sync(sequence))
             }
             Stage::Settling => {
-                self.segments.get_mut(&sequence).expect("a segment that is sealed exists").sealed = true;
+                self.segments.seal(sequence);
                 self.sealing = None;
                 self.dry = false;
                 self.go_on();
@@ -639,7 +620,7 @@ impl Log {
     fn made(&mut self, step: &Step, taken: u64) {
         match step {
             Step::Remove(sequence) => {
-                self.segments.remove(sequence);
+                self.segments.remove(*sequence);
                 self.reclaimed += 1;
                 self.dry = false;
             }
@@ -687,7 +668,7 @@ impl Log {
         }
         // What is going makes room when its reads have ended; and while there is an open one it says itself when it is
         // time to choose.
-        let going = self.segments.values().any(|segment| segment.dying && !self.is_bound(segment));
+        let going = self.segments.dying().any(|(_, segment)| !self.is_bound(segment));
         let waits = going || self.open.is_some() || self.sealing.is_some() || self.eligible().is_empty();
         (!waits).then_some(Step::Choose { room: 0 })
     }
@@ -721,7 +702,7 @@ mod tests {
     use super::*;
     use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowKey, Space};
     use proptest::prelude::*;
-    use std::collections::HashMap;
+    use std::collections::{BTreeMap, HashMap};
 
     const LIMITS: Limits = Limits {
         store: StoreId([1; 16]),

@@ -27,6 +27,7 @@ mod inspect;
 mod keys;
 #[cfg(any(test, fuzzing))]
 pub mod laws;
+mod ledger;
 mod log;
 mod marks;
 mod mem;
@@ -449,8 +450,8 @@ impl Store {
         self.0.shared.seals.encrypts()
     }
 
-    /// Destroys every key of an owner. Its rows are gone with them, at once; their bytes go with their segments, and
-    /// nobody can read them until then.
+    /// Destroys every key of an owner. Its rows are gone with them, at once; their room comes back as that
+    /// of dropped rows does, and nobody can read them until then.
     ///
     /// # Errors
     /// [`Error::UnknownOwner`] with the names that there are; [`Error::KeyNotDestroyed`] when the drive failed.

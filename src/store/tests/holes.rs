@@ -27,14 +27,12 @@ async fn on_a_drive_the_room_of_dropped_rows_is_free_at_once_and_they_do_not_com
         assert_eq!(store.drop_rows(SPACE, keys).await.unwrap(), 25);
         // A further call is answered behind what the drop has begun.
         get_each(&store, &rows, 1..2).await;
-        for _ in 0..2000 {
-            if blocks(&place) + 20 * 20_480 <= before && store.status().used + 20 * 20_480 <= used {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(blocks(&place) + 20 * 20_480 <= before, "{}: {before}, {}", place.name, blocks(&place));
-        assert!(store.status().used + 20 * 20_480 <= used, "{}: {:?}", place.name, store.status());
+        let is_back = |(taken, status): &(u64, Status)| {
+            taken + 20 * 20_480 <= before && status.used + 20 * 20_480 <= used
+        };
+        let (taken, status) = settled(|| (blocks(&place), store.status()), is_back);
+        assert!(taken + 20 * 20_480 <= before, "{}: {before}, {taken}", place.name);
+        assert!(status.used + 20 * 20_480 <= used, "{}: {status:?}", place.name);
         store.close().await;
         // Not because somebody remembers that they were dropped.
         std::fs::remove_file(place.folder.path().join(MARKS)).unwrap();

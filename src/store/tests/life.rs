@@ -263,15 +263,11 @@ pub async fn offer(store: &Store, areas: &Areas, (side, n): Which) -> Outcome {
 /// its next segment: figures follow as soon as it is there.
 pub fn accounts_are_right(store: &Store, mem: &Mem, context: &str) {
     let look = || (store.status(), mem.list().iter().map(|f| f.taken).sum::<u64>());
-    let settled = (0..2000).map(|_| look()).find(|(status, taken)| {
+    let (status, taken) = settled(look, |(status, taken)| {
         assert!(*taken <= status.capacity, "{context}: {status:?}");
-        let same = status.used == *taken;
-        if !same {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        same
+        status.used == *taken
     });
-    let (status, _) = settled.unwrap_or_else(|| panic!("{context}: {:?}", look()));
+    assert_eq!(status.used, taken, "{context}: {status:?}");
     assert_eq!(status.spaces.iter().map(|s| s.rows).sum::<u64>(), status.rows, "{context}");
     for space in &status.spaces {
         let bytes = SIDES.iter().find(|(s, _)| s.namespace.to_string() == space.namespace).map(|(_, b)| *b);

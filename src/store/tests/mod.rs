@@ -210,3 +210,17 @@ pub fn records(bytes: &[u8]) -> HashMap<RowKey, usize> {
     };
     pages.filter_map(record).collect()
 }
+
+/// What there is to see once it is as it should be, or after some seconds: the store makes files and gives room back
+/// behind its answers, and nobody tells when.
+pub fn settled<T>(look: impl Fn() -> T, is_right: impl Fn(&T) -> bool) -> T {
+    let mut seen = look();
+    for _ in 0..2000 {
+        if is_right(&seen) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        seen = look();
+    }
+    seen
+}

@@ -31,6 +31,13 @@ impl Bed {
         Store::open_sealed(self.place.options(), &sealing, disk, Clock::real(), &Meter::new()).unwrap()
     }
 
+    /// A store that seals, and rows that it knows.
+    async fn sealing(&self) -> (Store, Arc<Rows>) {
+        let ((store, _), rows) = (self.open(true), area(1, 4096, SPACE));
+        store.attach(&rows).await.unwrap();
+        (store, rows)
+    }
+
     /// The files of the keys, whole.
     fn keys(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.keys.path().join("keys")).into_iter().flatten();
@@ -130,9 +137,7 @@ async fn each_owner_and_each_namespace_has_a_key_of_its_own() {
 #[tokio::test]
 async fn a_forgotten_owner_has_no_rows_and_others_keep_theirs() {
     let bed = Bed::new();
-    let (store, _) = bed.open(true);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
+    let (store, rows) = bed.sealing().await;
     put_of(&store, &rows, "ann", 0..40).await;
     put_of(&store, &rows, "bob", 40..60).await;
     let (_, mut changes) = store.subscribe(SPACE);
@@ -170,9 +175,7 @@ async fn a_forgotten_owner_has_no_rows_and_others_keep_theirs() {
 #[tokio::test]
 async fn a_store_that_is_shut_is_verified_with_its_keys_and_without() {
     let bed = Bed { place: Place::on_drive(Io::Plain, "plain"), keys: folder() };
-    let (store, _) = bed.open(true);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
+    let (store, rows) = bed.sealing().await;
     put_of(&store, &rows, "ann", 0..50).await;
     put_of(&store, &rows, "bob", 50..60).await;
     store.close().await;
@@ -206,9 +209,7 @@ async fn a_store_that_is_shut_is_verified_with_its_keys_and_without() {
 #[tokio::test]
 async fn no_changed_bit_of_a_record_is_served() {
     let bed = Bed::new();
-    let (store, _) = bed.open(true);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
+    let (store, rows) = bed.sealing().await;
     put_of(&store, &rows, "ann", 0..3).await;
     store.close().await;
     let name = bed.place.segments()[0].clone();
@@ -239,9 +240,7 @@ async fn no_changed_bit_of_a_record_is_served() {
 #[tokio::test]
 async fn a_row_under_another_key_is_damage_and_not_served() {
     let bed = Bed::new();
-    let (store, _) = bed.open(true);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
+    let (store, rows) = bed.sealing().await;
     put_of(&store, &rows, "ann", 0..40).await;
     store.close().await;
     // Another secret under the same number: what a mixed-up backup would give.
@@ -269,9 +268,7 @@ async fn a_row_under_another_key_is_damage_and_not_served() {
 #[tokio::test]
 async fn a_damaged_key_is_told_costs_its_rows_and_keeps_nothing_else_from_starting() {
     let bed = Bed::new();
-    let (store, _) = bed.open(true);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
+    let (store, rows) = bed.sealing().await;
     put_of(&store, &rows, "ann", 0..10).await;
     let anns = bed.keys()[0].clone();
     put_of(&store, &rows, "bob", 10..20).await;
@@ -309,9 +306,7 @@ async fn without_a_key_nothing_is_kept_in_the_clear() {
 #[tokio::test]
 async fn rows_on_the_move_stay_sealed_and_a_peer_gets_them_in_the_clear() {
     let bed = Bed::new();
-    let (store, _) = bed.open(true);
-    let rows = area(1, 4096, SPACE);
-    store.attach(&rows).await.unwrap();
+    let (store, rows) = bed.sealing().await;
     // What stays of each segment is one row, so there are soon too many of them, and some are emptied.
     for n in 0..45 {
         // A store that is full may want to see it twice.

@@ -80,21 +80,11 @@ async fn twenty_capacities_later_every_account_is_exact() {
     store.close().await;
 }
 
-/// Figures once the store has made the segment that it may be making.
-fn settled(store: &Store, place: &Place) -> Status {
-    for _ in 0..2000 {
-        let status = store.status();
-        if status.used == blocks(place) {
-            return status;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-    panic!("{} bytes, and {:?}", blocks(place), store.status())
-}
-
 /// Used is what the file system gave; the rows are those that can be read, and no others.
 async fn is_exact(store: &Store, place: &Place, rows: &Arc<Rows>, total: u32) {
-    let status = settled(store, place);
+    let (status, taken) =
+        settled(|| (store.status(), blocks(place)), |(status, taken)| status.used == *taken);
+    assert_eq!(status.used, taken, "{status:?}");
     let held: Vec<u32> = (0..total).filter(|&n| store.holds(SPACE, &key(n))).collect();
     assert_eq!(status.rows, held.len() as u64);
     let mut readable = 0;

@@ -6,7 +6,7 @@
 //! So is one that the drive is reading just now, and one that is on the move: what is given back must be wanted by
 //! nobody.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 
 use super::super::format::Sequence;
@@ -299,9 +299,9 @@ impl Work {
         if !self.parts.log.punches() {
             let mut bytes = self.parts.log.segment_bytes();
             while found.is_some_and(|(_, bytes)| bytes > most) && bytes < self.parts.log.capacity() {
-                let eligible: BTreeMap<_, _> = self.parts.log.eligible().into_iter().collect();
+                let eligible: BTreeSet<_> = self.parts.log.eligible().into_iter().map(|(s, _)| s).collect();
                 let before = self.parts.shared.index.lock().rows();
-                self.release_until(bytes, |sequence, left| left <= most && eligible.contains_key(&sequence));
+                self.release_until(bytes, |sequence, left| left <= most && eligible.contains(&sequence));
                 found = self.emptiest();
                 if self.parts.shared.index.lock().rows() == before {
                     break;
