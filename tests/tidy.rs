@@ -56,7 +56,7 @@ const UNSAFE: [&str; 5] =
 
 /// Files that decide and do not act. `store/index.rs` reads no clock and does no I/O either, but owns the channel that
 /// its changes leave through: a listing and the changes after it are cut at one point.
-const PURE: [&str; 42] = [
+const PURE: [&str; 44] = [
     "api/local/lease.rs",
     "api/local/promise.rs",
     "base/block.rs",
@@ -82,6 +82,7 @@ const PURE: [&str; 42] = [
     "rails/verdict/setup.rs",
     "rails/watch.rs",
     "router/ask.rs",
+    "router/owners.rs",
     "router/policy.rs",
     "router/prefix.rs",
     "router/refusal.rs",
@@ -92,6 +93,7 @@ const PURE: [&str; 42] = [
     "sim/tally.rs",
     "store/budget.rs",
     "store/format.rs",
+    "store/ledger.rs",
     "store/scrub.rs",
     "store/survey.rs",
     "trace/blocks.rs",
