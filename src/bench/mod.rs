@@ -284,6 +284,7 @@ async fn one(
         for sealed in [round % 2 == 0, round % 2 != 0] {
             let set = settings::Store { encrypt: sealed, ..options.store.clone() };
             let of = store::round(&folder.join("store"), &set, &rows).await?;
+            place::rest(folder)?;
             if sealed {
                 write.sealed.push(of.write);
                 read.sealed.push(of.read);
@@ -315,10 +316,13 @@ async fn one(
                 }
             }
         }
+        let against = |way: &Direction| way.last_ratio().map_or(String::new(), |r| format!(" ({r:.2})"));
         say(&format!(
-            "  round {round}: write {:.0} MB/s, read {:.0} MB/s",
+            "  round {round}: write {:.0} MB/s{}, read {:.0} MB/s{}",
             measured.write.speed() / 1e6,
-            measured.read.speed() / 1e6
+            against(&write),
+            measured.read.speed() / 1e6,
+            against(&read)
         ));
         if stop.is_cancelled() {
             return Err(Error::Interrupted);
@@ -348,6 +352,8 @@ fn ceilings(
         write.push(bed.pass(Way::Write, rows, depth)?);
         read.push(bed.pass(Way::Read, rows, depth)?);
         direct &= bed.direct;
+        drop(bed);
+        place::rest(folder)?;
     }
     Ok((write, read, direct))
 }

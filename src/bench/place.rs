@@ -7,11 +7,12 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::signal::kill;
 use nix::sys::statvfs::statvfs;
-use nix::unistd::Pid;
+use nix::unistd::{Pid, syncfs};
 
 const PREFIX: &str = "spark-kv-bench-";
 
@@ -52,6 +53,21 @@ impl Drop for Place {
 pub fn free(folder: &Path) -> io::Result<u64> {
     let about = statvfs(folder)?;
     Ok(about.blocks_available() * about.fragment_size())
+}
+
+/// How long a drive is left alone between two measurements.
+const REST: Duration = Duration::from_millis(200);
+
+/// Lets the drive come to rest: a file system that discards what was removed does so with its next commit, and
+/// whoever measures then would pay for whoever measured before. A pass that makes nothing durable leaves all of that to
+/// the next one that does.
+///
+/// # Errors
+/// When the folder is not there, or the drive fails.
+pub fn rest(folder: &Path) -> io::Result<()> {
+    syncfs(fs::File::open(folder)?)?;
+    std::thread::sleep(REST);
+    Ok(())
 }
 
 /// Removes folders whose process is gone.

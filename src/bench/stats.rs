@@ -80,6 +80,11 @@ impl Direction {
         self.ratios(&self.store)
     }
 
+    /// That of the last round, against the depth that is the ceiling so far.
+    pub fn last_ratio(&self) -> Option<f64> {
+        Some(self.store.last()?.speed() / self.ceiling().last()?.speed())
+    }
+
     /// Speed with rows sealed over speed with rows in the clear, within each round.
     pub fn sealed_ratio(&self) -> Option<Spread> {
         Spread::of(self.sealed.iter().zip(&self.store).map(|(sealed, plain)| sealed.speed() / plain.speed()))
@@ -132,6 +137,7 @@ mod tests {
         };
         assert_eq!(direction.best_depth(), Some(1));
         assert_eq!(direction.store_ratio(), Some(Spread { median: 0.8, least: 0.5, most: 1.0 }));
+        assert_eq!(direction.last_ratio(), Some(0.5));
         assert!((direction.extra_cpu().unwrap().median - 0.1).abs() < 1e-9);
         assert_eq!(direction.sealed_ratio(), Some(Spread { median: 0.5, least: 0.5, most: 0.8 }));
         assert!((direction.sealed_cpu().unwrap().median - 0.1).abs() < 1e-9);

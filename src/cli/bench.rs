@@ -65,9 +65,12 @@ pub(super) struct Store {
     /// Operations in flight, instead of the default of `store.queue_depth`.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     queue_depth: Option<u32>,
-    /// Folder on a file system in memory.
+    /// Folder on a file system in memory; `none` leaves it out.
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     memory: PathBuf,
+    /// Rows of the store that a start is measured with; 0 leaves it out.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=10_000_000))]
+    restart_rows: Option<u64>,
     /// Python that can import vLLM. Without it the one that `provision` made.
     #[arg(long, value_name = "FILE")]
     python: Option<PathBuf>,
@@ -142,17 +145,17 @@ impl Store {
         let (sizes, rounds, amount, restart_rows) = if self.quick {
             (vec![bench::ROW_BYTES[0], bench::ROW_BYTES[1]], 2, Bytes::mib(16), 10_000)
         } else {
-            (bench::ROW_BYTES.to_vec(), 5, Bytes::mib(512), 1_000_000)
+            (bench::ROW_BYTES.to_vec(), 5, Bytes::gib(1), 1_000_000)
         };
         let mut store = settings::Store::default();
         store.segment = self.segment.unwrap_or(store.segment);
         store.queue_depth = self.queue_depth.unwrap_or(store.queue_depth);
         bench::Options {
             store,
-            restart_rows,
+            restart_rows: self.restart_rows.unwrap_or(restart_rows),
             program,
             folder: self.dir.clone(),
-            memory: Some(self.memory.clone()),
+            memory: Some(self.memory.clone()).filter(|folder| folder.as_os_str() != "none"),
             row_bytes: if self.row.is_empty() { sizes } else { self.row.clone() },
             rounds: self.rounds.map_or(rounds, |n| n as usize),
             amount: self.amount.unwrap_or(amount),

@@ -2,7 +2,9 @@
 //!
 //! One segment is open; records are appended to it. When the next one does not fit, the segment is sealed: wait for
 //! its writes, make them durable, write the foot, make that durable. Meanwhile records go to the next segment, which
-//! was made ahead, when the open one was half full and there was room for it: nobody waits for a seal or for a file.
+//! was made ahead: as soon as the open one took its first record where there is room, when it is half full where room
+//! has to be made. Nobody waits for a seal or for a file, as long as a segment takes longer to fill than a file to be
+//! made durable: beside writes in flight a drive makes one wait for some tenths of a second.
 //!
 //! The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]. There are two lanes, one for
 //! the segment that is being sealed and one for the file that is being made or removed, with one step at a time in
@@ -552,7 +554,9 @@ impl Log {
         }
         match &self.open {
             Some(open) => {
-                self.stopped.is_none() && open.grows && !open.alone && open.tail >= open.head.size / 2
+                // Where rows would have to go for it they stay until the open one is half full.
+                let is_due = !self.is_pressed() || open.tail >= open.head.size / 2;
+                self.stopped.is_none() && open.grows && !open.alone && is_due
             }
             // A drive that failed has to prove that it writes again before it is given more.
             None => self.wanted && (self.stopped.is_none() || self.sealing.is_none()),
