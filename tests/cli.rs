@@ -325,7 +325,8 @@ fn bench_store_measures_says_what_it_writes_and_leaves_nothing() {
     let media: Vec<_> = rows.iter().map(|row| row["medium"].as_str().unwrap()).collect();
     assert_eq!(media, ["drive", "drive", "shm", "shm"]);
     for row in rows {
-        assert_eq!(keys(row).len(), 10);
+        assert_eq!(keys(row).len(), 11);
+        assert!(row["synced_write_ratio"].as_f64().unwrap() > 0.0, "{row}");
         let sealed = ["sealed_read_ratio", "sealed_write_ratio"].map(|key| row[key].as_f64().unwrap());
         assert!(sealed.iter().all(|&ratio| ratio > 0.0) && row["sealed_cpu_s_per_gb"].is_number(), "{row}");
         assert!(

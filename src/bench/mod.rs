@@ -100,6 +100,8 @@ pub struct Row {
     pub medium: Medium,
     pub read_ratio: Option<f64>,
     pub write_ratio: Option<f64>,
+    /// Against the raw path with a sync at its end: the store makes each segment durable, the ceiling nothing.
+    pub synced_write_ratio: Option<f64>,
     /// The larger of both ways.
     pub extra_cpu_s_per_gb: Option<f64>,
     /// Speed with rows sealed over speed with rows in the clear.
@@ -127,6 +129,8 @@ pub struct Figures {
     /// Bytes per second of the ceiling.
     pub ceiling: Option<Spread>,
     pub store: Option<Spread>,
+    /// Of the ceiling that makes durable what it wrote; for writes.
+    pub synced: Option<Spread>,
     /// Sealed over plain.
     pub sealed: Option<Spread>,
     pub other: Option<Spread>,
@@ -276,9 +280,10 @@ async fn one(
         *tier = None;
     }
     for round in 1..=options.rounds {
-        let (raw_write, raw_read, direct) = ceilings(folder, &rows, stop)?;
-        write.raw.push(raw_write);
-        read.raw.push(raw_read);
+        let (raw, direct) = ceilings(folder, &rows, stop)?;
+        write.raw.push(raw.write);
+        write.synced.push(raw.synced);
+        read.raw.push(raw.read);
         // Sealed and plain take turns at going first.
         let mut measured = None;
         for sealed in [round % 2 == 0, round % 2 != 0] {
@@ -335,27 +340,32 @@ async fn one(
     Ok(row(medium, row_bytes, &write, &read))
 }
 
-type Passes = Vec<stats::Cost>;
+/// What the raw path cost, by depth.
+#[derive(Debug, Default)]
+struct Ceilings {
+    write: Vec<stats::Cost>,
+    /// With a sync at the end.
+    synced: Vec<stats::Cost>,
+    read: Vec<stats::Cost>,
+}
 
-/// The raw path at every depth, each with a new file.
-fn ceilings(
-    folder: &Path,
-    rows: &Arc<Rows>,
-    stop: &CancellationToken,
-) -> Result<(Passes, Passes, bool), Error> {
-    let (mut write, mut read, mut direct) = (Vec::new(), Vec::new(), true);
+/// The raw path at every depth, each with a new file, and whether it went past the page cache.
+fn ceilings(folder: &Path, rows: &Arc<Rows>, stop: &CancellationToken) -> Result<(Ceilings, bool), Error> {
+    let (mut all, mut direct) = (Ceilings::default(), true);
     for depth in DEPTHS {
         if stop.is_cancelled() {
             return Err(Error::Interrupted);
         }
         let bed = raw::Bed::make(&folder.join("raw"))?;
-        write.push(bed.pass(Way::Write, rows, depth)?);
-        read.push(bed.pass(Way::Read, rows, depth)?);
+        let wrote = bed.pass(Way::Write, rows, depth)?;
+        all.write.push(wrote);
+        all.synced.push(bed.sync(wrote)?);
+        all.read.push(bed.pass(Way::Read, rows, depth)?);
         direct &= bed.direct;
         drop(bed);
         place::rest(folder)?;
     }
-    Ok((write, read, direct))
+    Ok((all, direct))
 }
 
 fn row(medium: Medium, row_bytes: u32, write: &Direction, read: &Direction) -> Row {
@@ -364,6 +374,7 @@ fn row(medium: Medium, row_bytes: u32, write: &Direction, read: &Direction) -> R
         depth: of.best_depth().map_or(0, |n| DEPTHS[n]),
         ceiling: Spread::of(of.ceiling().iter().map(stats::Cost::speed)),
         store: of.store_ratio(),
+        synced: of.synced_ratio(),
         sealed: of.sealed_ratio(),
         other: of.other_ratio(),
         extra_cpu: of.extra_cpu(),
@@ -375,6 +386,7 @@ fn row(medium: Medium, row_bytes: u32, write: &Direction, read: &Direction) -> R
         medium,
         read_ratio: median(read.store_ratio()),
         write_ratio: median(write.store_ratio()),
+        synced_write_ratio: median(write.synced_ratio()),
         extra_cpu_s_per_gb: cpu.max_by(f64::total_cmp),
         sealed_read_ratio: median(read.sealed_ratio()),
         sealed_write_ratio: median(write.sealed_ratio()),

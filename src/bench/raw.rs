@@ -2,7 +2,7 @@
 //!
 //! No header, no checksum, no index, no second thread: one loop keeps `depth` whole rows in flight between the row
 //! area and one file. A write begins by allotting the file, inside the clock as the store's segments are; that makes
-//! it faster than a file that grows. Nothing is made durable. The area is registered with the kernel where it may be.
+//! it faster than a file that grows. Nothing is made durable but by [`Bed::sync`], whose time is kept apart. The area is registered with the kernel where it may be.
 //! Where a file system has no direct I/O the page cache is used, as the store does there; [`Bed::direct`] says which.
 
 #![expect(unsafe_code, reason = "the kernel is given addresses, which has no safe form")]
@@ -81,6 +81,21 @@ impl Bed {
         }
         pass.run()?;
         Ok(Cost { bytes, seconds: begin.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu })
+    }
+
+    /// Makes durable what the pass before it wrote, and adds that to what it cost.
+    ///
+    /// # Errors
+    /// When the drive fails.
+    pub fn sync(&self, pass: Cost) -> io::Result<Cost> {
+        let (begin, cpu) = (Instant::now(), cpu_seconds());
+        self.file.sync_data()?;
+        let Cost { bytes, seconds, cpu: before } = pass;
+        Ok(Cost {
+            bytes,
+            seconds: seconds + begin.elapsed().as_secs_f64(),
+            cpu: before + cpu_seconds() - cpu,
+        })
     }
 }
 

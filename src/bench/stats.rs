@@ -49,6 +49,8 @@ impl Spread {
 pub struct Direction {
     /// By round, by depth of [`super::DEPTHS`].
     pub raw: Vec<Vec<Cost>>,
+    /// The same with what was written made durable at the end. Empty for reads.
+    pub synced: Vec<Vec<Cost>>,
     /// By round.
     pub store: Vec<Cost>,
     /// The same with rows sealed, by round.
@@ -60,15 +62,12 @@ pub struct Direction {
 impl Direction {
     /// Which depth is the ceiling: the highest median speed.
     pub fn best_depth(&self) -> Option<usize> {
-        let depths = self.raw.first()?.len();
-        let median = |depth: usize| Spread::of(self.raw.iter().map(|round| round[depth].speed()));
-        let known = (0..depths).filter_map(|depth| Some((depth, median(depth)?.median)));
-        known.max_by(|a, b| a.1.total_cmp(&b.1)).map(|(depth, _)| depth)
+        best_depth(&self.raw)
     }
 
     /// The ceiling of each round.
     pub fn ceiling(&self) -> Vec<Cost> {
-        self.best_depth().map_or_else(Vec::new, |depth| self.raw.iter().map(|round| round[depth]).collect())
+        best_of(&self.raw)
     }
 
     /// `speed / ceiling`, within each round.
@@ -78,6 +77,12 @@ impl Direction {
 
     pub fn store_ratio(&self) -> Option<Spread> {
         self.ratios(&self.store)
+    }
+
+    /// The store's speed over that of the raw path that makes durable what it wrote, within each round.
+    pub fn synced_ratio(&self) -> Option<Spread> {
+        let pairs = self.store.iter().zip(best_of(&self.synced));
+        Spread::of(pairs.map(|(cost, raw)| cost.speed() / raw.speed()))
     }
 
     /// That of the last round, against the depth that is the ceiling so far.
@@ -107,6 +112,18 @@ impl Direction {
     }
 }
 
+fn best_depth(rounds: &[Vec<Cost>]) -> Option<usize> {
+    let depths = rounds.first()?.len();
+    let median = |depth: usize| Spread::of(rounds.iter().map(|round| round[depth].speed()));
+    let known = (0..depths).filter_map(|depth| Some((depth, median(depth)?.median)));
+    known.max_by(|a, b| a.1.total_cmp(&b.1)).map(|(depth, _)| depth)
+}
+
+/// Of each round what the best depth cost.
+fn best_of(rounds: &[Vec<Cost>]) -> Vec<Cost> {
+    best_depth(rounds).map_or_else(Vec::new, |depth| rounds.iter().map(|round| round[depth]).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,9 +149,12 @@ mod tests {
                 vec![cost(2.0, 0.1), cost(1.0, 0.1)],
             ],
             sealed: vec![cost(2.5, 0.4), cost(2.0, 0.5), cost(2.5, 0.3)],
+            // With a sync each takes longer, and the first depth is the better one.
+            synced: vec![vec![cost(1.0, 0.1), cost(4.0, 0.1)]; 3],
             store: vec![cost(1.25, 0.3), cost(1.0, 0.2), cost(2.0, 0.2)],
             other: Vec::new(),
         };
+        assert_eq!(direction.synced_ratio(), Some(Spread { median: 0.8, least: 0.5, most: 1.0 }));
         assert_eq!(direction.best_depth(), Some(1));
         assert_eq!(direction.store_ratio(), Some(Spread { median: 0.8, least: 0.5, most: 1.0 }));
         assert_eq!(direction.last_ratio(), Some(0.5));
@@ -148,5 +168,6 @@ mod tests {
     fn nothing_measured_is_no_figure() {
         let none = Direction::default();
         assert_eq!((none.best_depth(), none.store_ratio(), none.extra_cpu()), (None, None, None));
+        assert_eq!(none.synced_ratio(), None);
     }
 }

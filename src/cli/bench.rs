@@ -290,7 +290,7 @@ pub(super) fn restart(order: &Restart) -> anyhow::Result<Exit> {
 }
 
 fn table(report: &Report, out: &mut Out) -> std::io::Result<()> {
-    out.line("medium  row bytes  way    ceiling       depth  store/ceiling        extra CPU s/GB       sealed/plain         vLLM fs/ceiling")?;
+    out.line("medium  row bytes  way    ceiling       depth  store/ceiling        store/synced         extra CPU s/GB       sealed/plain         vLLM fs/ceiling")?;
     for row in &report.rows {
         let medium = if row.medium == Medium::Drive { "drive" } else { "shm" };
         for (way, figures) in [("read", &row.seen.read), ("write", &row.seen.write)] {
@@ -315,9 +315,10 @@ fn line(figures: &Figures) -> String {
     };
     let ceiling = figures.ceiling.map_or(0.0, |s| s.median / 1e6);
     format!(
-        "{ceiling:7.0} MB/s  {:5}  {:19}  {:19}  {:19}  {}",
+        "{ceiling:7.0} MB/s  {:5}  {:19}  {:19}  {:19}  {:19}  {}",
         figures.depth,
         spread(figures.store),
+        spread(figures.synced),
         spread(figures.extra_cpu),
         spread(figures.sealed),
         spread(figures.other)
