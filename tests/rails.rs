@@ -131,6 +131,22 @@ impl Boxes {
         assert!(done.status.success(), "{verb}: {}", String::from_utf8_lossy(&done.stderr));
     }
 
+    /// Changes the routes of one side.
+    fn route(&self, side: char, words: &[&str]) {
+        let box_name = format!("{}-{side}", self.name);
+        let done = Command::new("ip").args(["-n", &box_name, "route"]).args(words).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    }
+
+    /// Whether side b has a connection along the second cable, as its kernel says.
+    fn has_second(&self) -> bool {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &format!("{}-b", self.name)]);
+        let said = command.args(["ss", "-Htn", "state", "established", "dst", "10.77.1.1"]).output().unwrap();
+        assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+        !said.stdout.is_empty()
+    }
+
     fn until(&self, what: &str, mut holds: impl FnMut() -> bool) -> Duration {
         let begin = Instant::now();
         while !holds() {
@@ -185,6 +201,19 @@ fn two_equal_cables_carry_nearly_twice_what_one_does_and_each_half_of_it() {
     assert!((0.45..0.55).contains(&half), "{carried:?}");
 }
 
+/// Each rail uses its cable whatever the routing table says, on both sides.
+#[test]
+fn routes_that_lead_everything_over_one_cable_change_nothing() {
+    let _alone = alone();
+    let Some(mut boxes) = Boxes::up("ro", MBIT, MBIT) else { return };
+    boxes.route('a', &["add", "10.77.1.2/32", "dev", "rail0"]);
+    boxes.route('b', &["add", "10.77.1.1/32", "dev", "rail0"]);
+    boxes.serve(128, 17_301_504);
+    let (_, carried) = boxes.measured(&BOTH, 1);
+    let half = carried[0] as f64 / (carried[0] + carried[1]) as f64;
+    assert!((0.4..0.6).contains(&half), "{carried:?}");
+}
+
 #[test]
 fn a_cable_of_a_quarter_still_helps() {
     let _alone = alone();
@@ -216,6 +245,10 @@ fn a_cable_that_slows_to_a_tenth_carries_a_tenth_within_a_second() {
     // In two seconds the fast one could carry 100 MB and the slow one a tenth of it.
     assert!(fast > 80e6, "the fast one waits for the slow one: {fast} {slow}");
     assert!((0.05..0.15).contains(&(slow / fast)), "{fast} {slow}");
+    // Nothing was set aside for the slow one: of what was left when it became slow it carried a tenth, too.
+    let to = boxes.received('b');
+    let all = [to[0] - begin[0], to[1] - begin[1]];
+    assert!(all[1] * 3 < all[0], "{all:?}");
 }
 
 /// Both ways a cable can go: nothing is said, or the link is gone.
@@ -231,7 +264,11 @@ fn a_cable_that_is_cut_in_mid_transfer_costs_nothing_but_time_and_is_used_again_
         std::thread::spawn(move || said.lines().map_while(Result::ok).for_each(|line| drop(tell.send(line))));
         let begin = boxes.received('b');
         boxes.until("the transfer to begin", || boxes.received('b')[1] > begin[1] + 30_000_000);
+        assert!(boxes.has_second());
         boxes.cable(how, 1, None);
+        // The kernel gives a connection up that is silent for four seconds.
+        let took = boxes.until("the silent rail to be given up", || !boxes.has_second());
+        assert!(took < Duration::from_secs(3), "{how}: given up only after {took:?}");
         // Every row of the first round was compared with what it has to be before this is said.
         let first = loop {
             let line = told.recv_timeout(PATIENCE).unwrap();

@@ -4,6 +4,7 @@
 //! agree on byte by byte (a row's key, the engine's door, the lookup table) is defined here and nowhere else.
 
 pub mod block;
+pub mod buffer;
 pub mod checksum;
 pub mod clock;
 pub mod codec;
@@ -12,6 +13,7 @@ pub mod fault;
 pub mod frame;
 pub mod geometry;
 pub mod handover;
+pub mod landing;
 pub mod mutant;
 pub mod rows;
 pub mod shm;

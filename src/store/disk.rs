@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io::{self, Error, ErrorKind, IoSlice, IoSliceMut};
-use std::ops::{Deref, DerefMut, Range};
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::folder::{self, Folder};
@@ -17,53 +17,8 @@ use super::format::PAGE;
 use super::hands::Hands;
 use super::mem::Mem;
 use super::ring::Ring;
+pub use crate::base::buffer::Buffer;
 use crate::base::rows::Rows;
-
-/// Own memory that begins at a page. The vector behind it never grows, so its bytes never move.
-#[derive(Debug)]
-pub struct Buffer {
-    bytes: Vec<u8>,
-    start: usize,
-    len: usize,
-}
-
-impl Buffer {
-    pub fn zeroed(len: usize) -> Self {
-        let bytes = vec![0; len + PAGE];
-        let start = bytes.as_ptr().addr().wrapping_neg() % PAGE;
-        Self { bytes, start, len }
-    }
-
-    pub fn of(content: &[u8]) -> Self {
-        let mut buffer = Self::zeroed(content.len());
-        buffer.copy_from_slice(content);
-        buffer
-    }
-
-    /// Forgets what is behind `len`.
-    pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-    }
-}
-
-impl Deref for Buffer {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes[self.start..self.start + self.len]
-    }
-}
-
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..self.start + self.len]
-    }
-}
-
-impl AsRef<[u8]> for Buffer {
-    fn as_ref(&self) -> &[u8] {
-        self
-    }
-}
 
 /// What follows the header page of an operation.
 #[derive(Debug)]

@@ -58,7 +58,7 @@ use serde::Serialize;
 use tokio::sync::{Semaphore, broadcast, oneshot};
 
 use self::budget::Wear;
-use self::disk::{Disk, Files, OnDone};
+use self::disk::{Buffer, Disk, Files, OnDone};
 use self::folder::Folder;
 pub use self::format::{rows_in_segment, segment_for_rows};
 use self::hands::Hands;
@@ -81,6 +81,7 @@ use crate::base::block::{RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::fault::{Code, Fault};
 use crate::base::frame::Outcome;
+use crate::base::landing::{About, Landing};
 use crate::base::rows::{AreaId, Rows};
 use crate::base::units::Bytes;
 use crate::meter::Meter;
@@ -208,7 +209,7 @@ fn unknown_owner(asked: &str, known: &[String]) -> String {
     }
 }
 
-/// A row for a peer.
+/// A whole row in own memory.
 #[derive(Clone, Debug)]
 pub struct Record {
     pub position: u32,
@@ -472,12 +473,18 @@ impl Store {
         self.job(rows, items, |rows, items, reply| Request::Get { rows, items, deadline, reply }).await
     }
 
-    /// One row in own memory, verified, for a peer.
+    /// Brings one row to `into`, for a peer: verified, and from its beginning on while the rest is still being read.
+    /// What is dropped before it is whole does not come.
+    pub async fn bring(&self, space: Space, key: RowKey, into: Box<dyn Landing>) {
+        let Ok(permit) = self.0.jobs.clone().acquire_owned().await else { return };
+        self.send(Event::Request(Request::Read { space, key, into }, permit));
+    }
+
+    /// One whole row in own memory, verified.
     pub async fn read(&self, space: Space, key: RowKey) -> Option<Record> {
-        let permit = self.0.jobs.clone().acquire_owned().await.ok()?;
-        let (reply, answered) = oneshot::channel();
-        self.send(Event::Request(Request::Read { space, key, reply }, permit));
-        answered.await.ok().flatten()
+        let (whole, answered) = Whole::new();
+        self.bring(space, key, Box::new(whole)).await;
+        answered.await.ok()
     }
 
     pub fn holds(&self, space: Space, key: &RowKey) -> bool {
@@ -714,6 +721,49 @@ impl Store {
     /// A loop that has ended drops the event, and with it the answer's sender: the caller sees that it is closed.
     fn send(&self, event: Event) {
         let _ = self.0.events.send(event);
+    }
+}
+
+/// Collects the portions of one row.
+struct Whole {
+    about: Option<About>,
+    bytes: Vec<u8>,
+    reply: Option<oneshot::Sender<Record>>,
+}
+
+impl Whole {
+    fn new() -> (Self, oneshot::Receiver<Record>) {
+        let (reply, answered) = oneshot::channel();
+        (Self { about: None, bytes: Vec::new(), reply: Some(reply) }, answered)
+    }
+}
+
+impl Landing for Whole {
+    fn is_wanted(&self) -> bool {
+        self.reply.as_ref().is_some_and(|reply| !reply.is_closed())
+    }
+
+    fn length(&self) -> Option<u32> {
+        None
+    }
+
+    fn buffer(&self, len: usize) -> Buffer {
+        Buffer::zeroed(len)
+    }
+
+    fn begin(&mut self, about: About) {
+        self.about = Some(about);
+    }
+
+    fn add(&mut self, portion: bytes::Bytes) {
+        self.bytes.extend_from_slice(&portion);
+        let Some(About { position, checksum, length }) = self.about else { return };
+        if self.bytes.len() == length as usize
+            && let Some(reply) = self.reply.take()
+        {
+            let payload = std::mem::take(&mut self.bytes).into();
+            let _ = reply.send(Record { position, checksum, payload });
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 
 mod forget;
 mod moves;
+mod peers;
 mod room;
 mod words;
 
@@ -19,6 +20,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 pub use self::moves::Fetched;
 use self::moves::{Move, Moves};
+use self::peers::{Peers, Summed, about};
 pub use self::room::Given;
 use self::room::Judge;
 use super::disk::{Body, Buffer, Disk, Done, Files, Handle, Op, Verb};
@@ -36,6 +38,7 @@ use super::{Error, Forgotten, Shared};
 use crate::base::block::{GroupId, Rank, RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::frame::Outcome;
+use crate::base::landing::Landing;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::{AreaId, Rows};
 
@@ -86,7 +89,7 @@ pub enum Request {
     Read {
         space: Space,
         key: RowKey,
-        reply: oneshot::Sender<Option<super::Record>>,
+        into: Box<dyn Landing>,
     },
     /// Reads a row back for nobody, when nothing else waits.
     Check {
@@ -121,6 +124,8 @@ pub enum Event {
     Done(Done),
     /// A row that was read has been looked at.
     Verified(Box<Verified>),
+    /// A portion of a row for a peer has been looked at.
+    Summed(Box<Summed>),
     /// A row that is to be moved has been looked at.
     Fetched(Box<Fetched>),
     /// Room was given back, or could not be.
@@ -211,7 +216,7 @@ impl Write {
 /// For whom a row is read.
 enum Reader {
     Row { slot: Slot, rows: Arc<Rows>, row: u32, deadline: Option<Micros> },
-    Peer { reply: oneshot::Sender<Option<super::Record>>, _permit: OwnedSemaphorePermit },
+    Peer { into: Box<dyn Landing>, _permit: OwnedSemaphorePermit },
     Check { reply: oneshot::Sender<Checked>, _permit: OwnedSemaphorePermit },
 }
 
@@ -236,6 +241,8 @@ pub struct Verified {
 /// What an operation in flight is for.
 enum Flight {
     Read(Read),
+    /// Which row for a peer, and which portion of it.
+    Portion(u64, usize),
     Write(Write, Sequence, Entry),
     Fetch(Move),
     Move(Move, Sequence, Entry),
@@ -288,6 +295,7 @@ pub struct Work {
     /// What rows are worth, and which of them are on the move.
     judge: Judge,
     moves: Moves,
+    peers: Peers,
     flights: HashMap<u64, Flight>,
     /// Bytes that the drive was handed.
     bytes: usize,
@@ -321,6 +329,7 @@ impl Work {
             writes_in_flight: 0,
             judge: Judge::default(),
             moves: Moves::default(),
+            peers: Peers::default(),
             flights: HashMap::new(),
             bytes: 0,
             pending: HashMap::new(),
@@ -411,6 +420,10 @@ impl Work {
             Event::Verified(verified) => {
                 self.with_hands -= 1;
                 self.verified(*verified);
+            }
+            Event::Summed(summed) => {
+                self.with_hands -= 1;
+                self.summed(*summed);
             }
             Event::Fetched(fetched) => {
                 self.with_hands -= 1;
@@ -537,8 +550,8 @@ impl Work {
                 }
                 self.finish_job_if_done(job);
             }
-            Request::Read { space, key, reply } => {
-                let reader = Reader::Peer { reply, _permit: permit };
+            Request::Read { space, key, into } => {
+                let reader = Reader::Peer { into, _permit: permit };
                 let read = Read { reader, space, key, position: None, asked: None };
                 if self.closing.is_some() {
                     self.read_failed(read, "closed");
@@ -780,7 +793,7 @@ impl Work {
         }
         let given_up = match &read.reader {
             Reader::Row { slot, .. } => self.jobs.get(&slot.job).is_some_and(|job| job.reply.is_closed()),
-            Reader::Peer { reply, .. } => reply.is_closed(),
+            Reader::Peer { into, .. } => !into.is_wanted(),
             Reader::Check { reply, .. } => reply.is_closed(),
         };
         if given_up {
@@ -806,9 +819,15 @@ impl Work {
             Reader::Row { rows, row, .. } => {
                 Body::Row { rows: rows.clone(), row: *row, len: rows.row_bytes() }
             }
-            Reader::Peer { .. } | Reader::Check { .. } => Body::Own(Buffer::zeroed(
-                usize::try_from(padded(place.length.into())).expect("a row is at most 1 GiB"),
-            )),
+            Reader::Peer { into, .. } if into.length().is_some_and(|length| length != place.length) => {
+                return self.read_failed(read, "length");
+            }
+            Reader::Peer { .. } if Self::is_in_portions(&read, &place) => {
+                read.asked = Some((key, place));
+                return self.start_portions(read, place);
+            }
+            Reader::Peer { into, .. } => Body::Own(into.buffer(whole_pages(&place))),
+            Reader::Check { .. } => Body::Own(Buffer::zeroed(whole_pages(&place))),
         };
         read.asked = Some((key, place));
         self.parts.log.reading(place.sequence);
@@ -845,6 +864,7 @@ impl Work {
                 self.wrote(&write, sequence, entry, result);
             }
             Flight::Read(read) => self.have_read(read, op, result),
+            Flight::Portion(row, number) => self.have_portion(row, number, op, result),
             Flight::Fetch(row) => self.have_fetched(row, op, result),
             Flight::Move(row, sequence, entry) => {
                 drop(op);
@@ -929,42 +949,52 @@ impl Work {
         let Verified { read, body, verdict } = verified;
         let record = match verdict {
             Ok(record) => record,
-            Err(Bad::Released) => {
-                // It was released by an earlier process, on a file system that does not tell its holes.
-                let (key, place) = read.asked.expect("set when the read began");
-                self.parts.shared.index.lock().remove(&read.space, &key, &place);
-                return self.read_failed(read, "not_held");
-            }
-            Err(Bad::NoKey) => return self.unkeyed(read),
-            Err(bad) => {
-                tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
-                return self.damaged(read, "damaged", &bad.to_string());
-            }
+            Err(bad) => return self.bad(read, &bad),
         };
         if !matches!(read.reader, Reader::Check { .. }) {
-            self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
-            self.parts.shared.wear.lock().read(record.length.into(), unix_seconds());
-            let now = self.seconds();
-            if let Some(heat) = self.parts.shared.index.lock().heat_mut(&read.space, &read.key) {
-                heat.last = heat.last.max(now);
-            }
+            self.count_read(&read, &record);
         }
         match (read.reader, body) {
             (Reader::Row { slot, .. }, body) => {
                 drop(body);
                 self.resolve(slot, Outcome::FromDrive);
             }
-            (Reader::Peer { reply, .. }, Body::Own(mut payload)) => {
+            (Reader::Peer { mut into, .. }, Body::Own(mut payload)) => {
                 payload.truncate(record.length as usize);
-                let Record { position, checksum, .. } = record;
-                let payload = bytes::Bytes::from_owner(payload);
-                self.parts.shared.metrics.served.inc();
-                self.parts.shared.facts.lock().served += 1;
-                let _ = reply.send(Some(super::Record { position, checksum, payload }));
+                self.count_served();
+                into.begin(about(&record));
+                into.add(bytes::Bytes::from_owner(payload));
             }
             (Reader::Peer { .. }, _) => unreachable!("a peer's row is read into own memory"),
             (Reader::Check { reply, .. }, _) => {
                 let _ = reply.send(Checked::Whole { bytes: record.length.into() });
+            }
+        }
+    }
+
+    /// A row was read, for somebody who wanted it.
+    fn count_read(&self, read: &Read, record: &Record) {
+        self.parts.shared.metrics.read_bytes.inc_by(record.length.into());
+        self.parts.shared.wear.lock().read(record.length.into(), unix_seconds());
+        let now = self.seconds();
+        if let Some(heat) = self.parts.shared.index.lock().heat_mut(&read.space, &read.key) {
+            heat.last = heat.last.max(now);
+        }
+    }
+
+    /// A row that was read is not the one that was asked for, or not to be used.
+    fn bad(&mut self, read: Read, bad: &Bad) {
+        match bad {
+            Bad::Released => {
+                // It was released by an earlier process, on a file system that does not tell its holes.
+                let (key, place) = read.asked.expect("set when the read began");
+                self.parts.shared.index.lock().remove(&read.space, &key, &place);
+                self.read_failed(read, "not_held");
+            }
+            Bad::NoKey => self.unkeyed(read),
+            bad => {
+                tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
+                self.damaged(read, "damaged", &bad.to_string());
             }
         }
     }
@@ -989,9 +1019,10 @@ impl Work {
     fn read_failed(&mut self, read: Read, reason: &'static str) {
         match read.reader {
             Reader::Row { slot, .. } => self.fail(slot, reason),
-            Reader::Peer { reply, .. } => {
+            Reader::Peer { into, .. } => {
                 self.count_failure(reason);
-                let _ = reply.send(None);
+                // Whoever waits sees that it ends before it is whole.
+                drop(into);
             }
             Reader::Check { reply, .. } => {
                 let _ = reply.send(Checked::Gone);
@@ -1189,6 +1220,11 @@ impl Work {
         metrics.in_flight.set(count(self.flights.len()));
         metrics.read_only.set(i64::from(facts.read_only.is_some()));
     }
+}
+
+/// Bytes of a payload with its padding.
+fn whole_pages(place: &Place) -> usize {
+    usize::try_from(padded(place.length.into())).expect("a row is at most 1 GiB")
 }
 
 /// Items in the order in which they end in their prompt, with their place in the call.

@@ -4,11 +4,13 @@
 //! fetches: a [`Fetcher`] keeps one connection (a rail) per pair of ends ([`path`]), and cuts what is to be fetched
 //! into pieces that the rails pull, each as fast as it is ([`share`]): a large row uses all of them at once, a slow
 //! rail carries less and a dead one nothing. A payload goes from the socket into the row that the engine reads. On
-//! the serving side each row is read once and lies in the [`pantry`] until its pieces are gone.
+//! the serving side each row is read once and lies in the [`pantry`] until its pieces are gone; a piece leaves as soon
+//! as the drive has delivered it ([`arrival`]).
 //!
 //! Nothing is accepted without its checksum, nothing is written once the fetch has returned ([`piece`]), and no
 //! failure is an error: a row that does not come is a miss. Connections are not encrypted; the ticket is.
 
+mod arrival;
 #[cfg(test)]
 mod conform;
 mod fabric;
@@ -26,6 +28,7 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use prometheus::{IntCounter, IntCounterVec, IntGauge};
 
+pub use arrival::Arrival;
 pub use fabric::{Fabric, Listener, MemNet, Stream};
 pub use path::{Local, Path};
 pub use pool::{PIECE_BYTES, RailStatus};
@@ -37,7 +40,7 @@ pub use wire::{TICKET, Ticket, put_space, same_secret, take_space};
 use crate::base::block::{RowKey, Space};
 use crate::meter::Meter;
 
-/// A row as it lies on the serving node's drive.
+/// A whole row in memory.
 #[derive(Clone, Debug)]
 pub struct Record {
     pub position: u32,
@@ -48,7 +51,8 @@ pub struct Record {
 
 /// Where a server reads rows.
 pub trait Shelf: Send + Sync + 'static {
-    fn read(&self, space: Space, key: RowKey) -> BoxFuture<'static, Option<Record>>;
+    /// Begins to read a row, which lands at `into` from its beginning on. What is dropped before that is not read.
+    fn read(&self, space: Space, key: RowKey, into: Arrival) -> BoxFuture<'static, ()>;
 }
 
 /// Why a row did not come.

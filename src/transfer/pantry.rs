@@ -1,25 +1,31 @@
 //! Rows on their way from the drive to the rails.
 //!
-//! A row is read once, whole, and lies here while its pieces leave on whichever connections ask for them. Reading
-//! begins when a peer says that it will pull a row, so that drive and wire work at the same time. All rows together
-//! take at most `serve_memory`; memory is set aside before a read starts. A piece that is to be sent now has a claim on
-//! memory: it takes it from rows that no connection is sending. Rows that are only wanted soon wait until there is some
-//! free. A connection holds at most the row that it is sending, and waits for memory only while it holds none, so
-//! connections cannot wait for each other in a circle.
+//! A row is read once, and lies here while its pieces leave on whichever connections ask for them: the first ones while
+//! the drive still delivers the last ones. Reading begins when a peer says that it will pull a row, so that drive and
+//! wire work at the same time. All rows together take at most `serve_memory`; memory is set aside before a read starts,
+//! and what was sent is kept for further rows. A piece that is to be sent now has a claim on memory: it takes it from
+//! rows that no connection is sending. Rows that are only wanted soon wait until there is some free. A connection holds
+//! at most the row that it is sending, and waits for memory only while it holds none, so connections cannot wait for
+//! each other in a circle.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
 use parking_lot::Mutex;
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::Shelf;
+use super::arrival::{Arrival, Arriving};
 use super::wire::Ask;
-use super::{Record, Shelf};
 use crate::base::block::{RowKey, Space};
+use crate::base::buffer::Pool;
+use crate::base::landing::About;
 use crate::tasks::{Kind, Tasks};
 
 /// Rows that are here or being read at one time, however small.
@@ -43,6 +49,8 @@ struct Inner {
     shelf: Arc<dyn Shelf>,
     tasks: Tasks,
     limit: u64,
+    /// What rows are read into.
+    memory: Pool,
     /// Taken from under the lock of `stock` only; given back without.
     free: AtomicU64,
     freed: Notify,
@@ -58,7 +66,7 @@ struct Stock {
 
 struct Entry {
     number: u64,
-    read: watch::Receiver<Option<Option<Record>>>,
+    row: Arriving,
     cancel: CancellationToken,
     whose: Whose,
     users: usize,
@@ -89,7 +97,7 @@ pub struct Use {
     pantry: Pantry,
     key: (Space, RowKey),
     number: u64,
-    read: watch::Receiver<Option<Option<Record>>>,
+    row: Arriving,
     charge: Option<Arc<Charge>>,
     sent: u64,
 }
@@ -99,7 +107,8 @@ impl Pantry {
     pub fn new(shelf: Arc<dyn Shelf>, limit: u64, tasks: &Tasks) -> Self {
         let (limit, tasks) = (limit.max(1), tasks.clone());
         let (free, freed, stock) = (AtomicU64::new(limit), Notify::new(), Mutex::default());
-        Self(Arc::new(Inner { shelf, tasks, limit, free, freed, stock }))
+        let memory = Pool::new(usize::try_from(limit).unwrap_or(usize::MAX));
+        Self(Arc::new(Inner { shelf, tasks, limit, memory, free, freed, stock }))
     }
 
     /// A connection of a peer begins. What was read for a peer goes with its last connection.
@@ -188,11 +197,11 @@ impl Pantry {
 
     fn begin(&self, stock: &mut Stock, whose: Whose, ask: &Ask, charge: Arc<Charge>) {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
-        let (sender, read) = watch::channel(None);
+        let (arrival, row) = Arrival::new(ask.row_bytes, &self.0.memory, charge.clone());
         let cancel = CancellationToken::new();
         let entry = Entry {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
-            read,
+            row,
             cancel: cancel.clone(),
             whose,
             users: 0,
@@ -200,22 +209,17 @@ impl Pantry {
             row_bytes: ask.row_bytes,
             forgotten: false,
             used: Instant::now(),
-            charge: charge.clone(),
+            charge,
         };
         stock.rows.insert((ask.space, ask.key), entry);
         let (shelf, ask) = (self.0.shelf.clone(), *ask);
         self.0.tasks.spawn(Kind::Chore, "row for a peer", async move {
-            let read = async { shelf.read(ask.space, ask.key).await };
-            if let Some(record) = cancel.run_until_cancelled(read).await {
-                // What is larger than what was set aside is not sent: its size is not the one both sides agreed on.
-                let record = record.filter(|r| r.payload.len() == ask.row_bytes as usize);
-                sender.send_replace(Some(record));
-            }
-            drop(charge);
+            let read = async { shelf.read(ask.space, ask.key, arrival).await };
+            cancel.run_until_cancelled(read).await;
         });
     }
 
-    /// The row of a pull, being read or read. Waits for memory. Cancel-safe.
+    /// The row of a pull, read or being read. Waits for memory. Cancel-safe.
     pub async fn hold(&self, whose: Whose, ask: &Ask) -> Use {
         loop {
             let freed = self.0.freed.notified();
@@ -253,7 +257,7 @@ impl Pantry {
             pantry: self.clone(),
             key,
             number: entry.number,
-            read: entry.read.clone(),
+            row: entry.row.clone(),
             charge: Some(entry.charge.clone()),
             sent: 0,
         })
@@ -284,10 +288,9 @@ fn idle(stock: &Stock) -> Option<(Space, RowKey)> {
 }
 
 impl Use {
-    /// The row, once it was read; `None`: it is not there. Cancel-safe.
-    pub async fn record(&mut self) -> Option<Record> {
-        let read = self.read.wait_for(Option::is_some).await.ok()?;
-        read.clone().flatten()
+    /// What is known of the row, and these bytes of it, once they were read; `None`: they do not come. Cancel-safe.
+    pub async fn part(&mut self, range: Range<usize>) -> Option<(About, Vec<Bytes>)> {
+        self.row.part(range).await
     }
 
     /// So many bytes of it were sent.
@@ -304,7 +307,7 @@ impl Drop for Use {
             if let Some(entry) = stock.rows.get_mut(&self.key).filter(|entry| entry.number == self.number) {
                 entry.users -= 1;
                 entry.sent += self.sent;
-                let missing = matches!(*entry.read.borrow(), Some(None));
+                let missing = entry.row.has_failed();
                 let sent = entry.sent >= u64::from(entry.row_bytes);
                 if entry.users == 0 && (missing || sent || entry.forgotten) {
                     entry.cancel.cancel();
@@ -326,6 +329,7 @@ mod tests {
 
     use futures_util::future::BoxFuture;
 
+    use super::super::Record;
     use super::super::tests::{key, space};
     use super::super::wire::Want;
     use super::*;
@@ -337,14 +341,18 @@ mod tests {
     }
 
     impl Shelf for Counting {
-        fn read(&self, _: Space, wanted: RowKey) -> BoxFuture<'static, Option<Record>> {
+        fn read(&self, _: Space, wanted: RowKey, into: Arrival) -> BoxFuture<'static, ()> {
             self.begun.fetch_add(1, Ordering::AcqRel);
             let n = u32::from_le_bytes(wanted.hash.0[..4].try_into().unwrap());
             if n >= self.ends {
-                return Box::pin(std::future::pending());
+                return Box::pin(async move {
+                    let _into = into;
+                    std::future::pending::<()>().await;
+                });
             }
-            let payload = bytes::Bytes::from(vec![0; 4096]);
-            Box::pin(async move { Some(Record { position: n, checksum: 0, payload }) })
+            let payload = Bytes::from(vec![0; 4096]);
+            into.whole(Record { position: n, checksum: 0, payload });
+            Box::pin(std::future::ready(()))
         }
     }
 
@@ -363,7 +371,7 @@ mod tests {
         pantry.ahead((1, 1), &ask(0));
         for half in 0..2 {
             let mut row = pantry.hold((1, 1), &ask(0)).await;
-            assert_eq!(row.record().await.unwrap().position, 0, "{half}");
+            assert_eq!(row.part(0..4096).await.unwrap().0.position, 0, "{half}");
             row.sent(2048);
         }
         assert_eq!(shelf.begun.load(Ordering::Acquire), 1);
@@ -380,15 +388,15 @@ mod tests {
         tokio::task::yield_now().await;
         assert_eq!((shelf.begun.load(Ordering::Acquire), pantry.free()), (2, 0));
         let mut far = pantry.hold((1, 1), &ask(9)).await;
-        assert_eq!(far.record().await.unwrap().position, 9);
+        assert_eq!(far.part(0..4096).await.unwrap().0.position, 9);
         let mut near = pantry.hold((1, 1), &ask(0)).await;
-        assert_eq!(near.record().await.unwrap().position, 0, "the first one wished for was kept");
+        assert_eq!(near.part(0..4096).await.unwrap().0.position, 0, "the first one wished for was kept");
         // Both are being sent: a third waits, until one of them is sent.
         let third = ask(3);
         let mut waits = std::pin::pin!(pantry.hold((1, 1), &third));
         assert!(futures_util::poll!(&mut waits).is_pending());
         drop(near);
-        assert_eq!(waits.await.record().await.unwrap().position, 3);
+        assert_eq!(waits.await.part(0..4096).await.unwrap().0.position, 3);
     }
 
     #[tokio::test]

@@ -20,8 +20,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::pantry::{Pantry, Use};
 use super::wire::{self, ASK, Ask, BEAT, Head, PREAMBLE, Ticket, Want};
-use super::{Listener, Metrics, Record, Shelf, Stream};
+use super::{Listener, Metrics, Shelf, Stream};
 use crate::base::doorway::{Doorway, Guest};
+use crate::base::landing::About;
 use crate::base::units;
 use crate::tasks::{Kind, Tasks};
 
@@ -204,6 +205,9 @@ impl Server {
     }
 }
 
+/// What is known of a row, and the bytes of a piece as they lie.
+type Part = (About, Vec<Bytes>);
+
 /// An answer that is owed.
 #[derive(Clone, Copy, Debug)]
 struct Owed {
@@ -290,7 +294,7 @@ impl<'a> Desk<'a> {
             };
             match ask.want {
                 Want::Fill => self.fill(&mut to, &ask).await?,
-                Want::Sink => self.send(&mut to, &Head::bare(wire::Kind::Piece, &ask), Bytes::new()).await?,
+                Want::Sink => self.send(&mut to, &Head::bare(wire::Kind::Piece, &ask), Vec::new()).await?,
                 _ => self.answer(&mut to, &ask).await?,
             }
             self.owed.lock().pop_front();
@@ -301,12 +305,12 @@ impl<'a> Desk<'a> {
     async fn answer(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<()> {
         let metrics = &self.server.metrics;
         match self.read(to, ask).await? {
-            None => self.send(to, &Head::bare(wire::Kind::Gone, ask), Bytes::new()).await,
+            None => self.send(to, &Head::bare(wire::Kind::Gone, ask), Vec::new()).await,
             Some((_, None)) => {
                 metrics.missing_rows.inc();
-                self.send(to, &Head::bare(wire::Kind::Missing, ask), Bytes::new()).await
+                self.send(to, &Head::bare(wire::Kind::Missing, ask), Vec::new()).await
             }
-            Some((mut row, Some(Record { position, checksum, payload }))) => {
+            Some((mut row, Some((About { position, checksum, .. }, piece)))) => {
                 let &Ask { row_bytes, offset, length, .. } = ask;
                 let head = Head {
                     position,
@@ -316,8 +320,7 @@ impl<'a> Desk<'a> {
                     length,
                     ..Head::bare(wire::Kind::Piece, ask)
                 };
-                let (from, end) = (offset as usize, offset as usize + length as usize);
-                self.send(to, &head, payload.slice(from..end)).await?;
+                self.send(to, &head, piece).await?;
                 row.sent(length.into());
                 metrics.sent_bytes.inc_by(length.into());
                 if offset + length == row_bytes {
@@ -328,13 +331,14 @@ impl<'a> Desk<'a> {
         }
     }
 
-    /// The row of the first word that is owed; `None` when nobody waits for it any more. Says that it takes time.
-    async fn read(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<Option<(Use, Option<Record>)>> {
+    /// The piece of the first word that is owed; `None` when nobody waits for it any more. Says that it takes time.
+    async fn read(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<Option<(Use, Option<Part>)>> {
         let whose = (self.guest, ask.fetch);
         let reading = async {
             let mut row = self.server.pantry.hold(whose, ask).await;
-            let record = row.record().await;
-            (row, record)
+            let from = ask.offset as usize;
+            let part = row.part(from..from + ask.length as usize).await;
+            (row, part)
         };
         tokio::pin!(reading);
         let mut beat = Instant::now() + BEAT;
@@ -351,7 +355,7 @@ impl<'a> Desk<'a> {
                 () = self.changed.notified() => {}
                 () = tokio::time::sleep_until(until.map_or(beat, |until| until.min(beat))) => {
                     if Instant::now() >= beat {
-                        self.send(to, &Head::bare(wire::Kind::Wait, ask), Bytes::new()).await?;
+                        self.send(to, &Head::bare(wire::Kind::Wait, ask), Vec::new()).await?;
                         beat = Instant::now() + BEAT;
                     }
                 }
@@ -359,18 +363,24 @@ impl<'a> Desk<'a> {
         }
     }
 
-    async fn send(&self, to: &mut WriteHalf<Stream>, head: &Head, payload: Bytes) -> io::Result<()> {
+    async fn send(&self, to: &mut WriteHalf<Stream>, head: &Head, payload: Vec<Bytes>) -> io::Result<()> {
         let head = head.encode();
-        let mut both = Buf::chain(&head[..], payload);
+        let mut parts = payload.into_iter();
+        let mut both = Buf::chain(&head[..], parts.next().unwrap_or_default());
         while both.has_remaining() {
             tokio::time::timeout(self.server.patience, to.write_buf(&mut both)).await??;
+        }
+        for mut part in parts {
+            while part.has_remaining() {
+                tokio::time::timeout(self.server.patience, to.write_buf(&mut part)).await??;
+            }
         }
         Ok(())
     }
 
     async fn fill(&self, to: &mut WriteHalf<Stream>, ask: &Ask) -> io::Result<()> {
         let head = Head { length: ask.length, ..Head::bare(wire::Kind::Piece, ask) };
-        self.send(to, &head, Bytes::new()).await?;
+        self.send(to, &head, Vec::new()).await?;
         let mut left = ask.length as usize;
         while left > 0 {
             let chunk = self.server.idle_bytes.slice(..left.min(CHUNK));

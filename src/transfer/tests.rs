@@ -1,6 +1,6 @@
 //! A server and a fetcher over memory: what arrives, what does not, and that nothing arrives late.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -16,6 +16,7 @@ use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowItem};
 use crate::base::checksum::crc64;
 use crate::base::frame::Outcome;
 use crate::base::geometry::{Group, GroupKind, Hello};
+use crate::base::landing::{About, Landing};
 use crate::base::rows::{AreaId, Rows};
 use crate::base::shm::Mapping;
 use crate::base::units::Bytes as Size;
@@ -83,7 +84,7 @@ impl Memory {
 }
 
 impl Shelf for Memory {
-    fn read(&self, asked: Space, wanted: RowKey) -> BoxFuture<'static, Option<Record>> {
+    fn read(&self, asked: Space, wanted: RowKey, into: Arrival) -> BoxFuture<'static, ()> {
         let n = u32::from_le_bytes(wanted.hash.0[..4].try_into().unwrap());
         self.begun.fetch_add(1, Ordering::AcqRel);
         if n >= self.slow_from {
@@ -96,12 +97,15 @@ impl Shelf for Memory {
             self.alive.fetch_add(1, Ordering::AcqRel);
             let alive = Alive(self.alive.clone());
             return Box::pin(async move {
-                let _alive = alive;
-                std::future::pending().await
+                let _both = (alive, into);
+                std::future::pending::<()>().await;
             });
         }
         let record = if asked == space() { self.rows.lock().get(&wanted).cloned() } else { None };
-        Box::pin(async move { record })
+        if let Some(record) = record {
+            into.whole(record);
+        }
+        Box::pin(std::future::ready(()))
     }
 }
 
@@ -138,7 +142,7 @@ impl World {
     }
 
     /// Serves at each address; gives where that is.
-    pub async fn serve(&self, shelf: Memory, memory: Size, at: &[&str]) -> Vec<String> {
+    pub async fn serve(&self, shelf: impl Shelf, memory: Size, at: &[&str]) -> Vec<String> {
         let (shelf, tickets, metrics) = (Arc::new(shelf), self.tickets.clone(), self.metrics.clone());
         let server = Server::new(shelf, tickets, memory, PATIENCE, metrics, &self.tasks);
         let mut addresses = Vec::new();
@@ -569,5 +573,61 @@ async fn without_any_rail_a_fetch_fails_instead_of_waiting() {
     assert_eq!(fetcher.fetch(&rows(2, ROW), &items(2), None).await, [Outcome::Failed; 2]);
     let none = world.fetcher(&[], Ticket([1; 32]), PATIENCE);
     assert_eq!(none.fetch(&rows(2, ROW), &items(2), None).await, [Outcome::Failed; 2]);
+    world.end().await;
+}
+
+/// Lands the first half of each row at once, and keeps where the rest of it goes. A row that did not come is not there
+/// when it is asked for again.
+#[derive(Default)]
+struct Halves {
+    kept: Arc<Mutex<Vec<Arrival>>>,
+    begun: Mutex<HashSet<u32>>,
+}
+
+impl Shelf for Halves {
+    fn read(&self, _: Space, wanted: RowKey, mut into: Arrival) -> BoxFuture<'static, ()> {
+        let n = u32::from_le_bytes(wanted.hash.0[..4].try_into().unwrap());
+        if !self.begun.lock().insert(n) {
+            return Box::pin(std::future::ready(()));
+        }
+        let payload = Bytes::from(payload(n));
+        into.begin(About { position: item(n).position, checksum: crc64(&[&payload]), length: ROW as u32 });
+        into.add(payload.slice(..ROW / 2));
+        self.kept.lock().push(into);
+        Box::pin(std::future::ready(()))
+    }
+}
+
+#[tokio::test]
+async fn pieces_leave_while_the_rest_of_their_row_is_still_being_read() {
+    let world = World::new();
+    let shelf = Halves::default();
+    let kept = shelf.kept.clone();
+    let addresses = world.serve(shelf, Size::mib(1), &["b"]).await;
+    let options = Options { patience: PATIENCE, piece_bytes: ROW / 4 };
+    let ticket = world.tickets.issue([1; 32], 1);
+    let paths = world.fabric.paths(&addresses);
+    let fetcher = Fetcher::along(&world.fabric, paths, ticket, options, &world.metrics, &world.tasks);
+    let (rows, wanted) = (rows(2, ROW), items(2));
+    let fetch = fetcher.fetch(&rows, &wanted, None);
+    let rest = async {
+        // The whole first half is here before the second one is there to be read.
+        while fetcher.rails()[0].bytes < ROW as u64 / 2 || kept.lock().len() < 2 {
+            tokio::task::yield_now().await;
+        }
+        rows.look(0, |row| {
+            let wanted = payload(0);
+            assert!(row[..ROW / 2] == wanted[..ROW / 2] && row[ROW / 2..] != wanted[ROW / 2..]);
+        });
+        let mut first = kept.lock().remove(0);
+        first.add(Bytes::from(payload(0)).slice(ROW / 2..));
+        drop(first);
+        // Of the second row the rest does not come.
+        kept.lock().clear();
+    };
+    let (outcomes, ()) = tokio::join!(fetch, rest);
+    assert_eq!(outcomes, [Outcome::FromPeer, Outcome::Failed]);
+    rows.look(0, |row| assert!(row == payload(0)));
+    assert_eq!(world.count("rows_failed_total{reason=\"missing\"}"), 1);
     world.end().await;
 }

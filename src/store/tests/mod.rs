@@ -10,6 +10,7 @@ mod holes;
 mod life;
 mod oracle;
 mod patrol;
+mod peers;
 mod restart;
 mod rows;
 mod sealed;

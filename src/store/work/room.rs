@@ -122,6 +122,7 @@ impl Work {
         let place = |flight: &Flight| match flight {
             Flight::Read(read) => read.asked.map(|(_, place)| place),
             Flight::Fetch(row) => Some(row.place),
+            Flight::Portion(row, _) => self.peers.place(*row),
             Flight::Write(..) | Flight::Move(..) | Flight::Step(_) => None,
         };
         self.flights.values().filter_map(place).map(|place| (place.sequence, place.offset())).collect()
