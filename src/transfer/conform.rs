@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::tests::{Memory, PATIENCE, World, items, key, payload_of, rows};
+use super::twin::Twin;
 use super::*;
 use crate::base::frame::Outcome;
 use crate::base::rows::Rows;
@@ -83,6 +84,58 @@ async fn bytes_flow_both_ways(fetcher: &Fetcher, rails: usize) {
 #[tokio::test]
 async fn memory_conforms() {
     conforms(Fabric::Mem(MemNet::default()), &["one", "two"]).await;
+}
+
+fn read_memory() -> (Fabric, Twin) {
+    let twin = Twin::default();
+    (Fabric::one_sided(Fabric::Mem(MemNet::default()), Arc::new(twin.clone())), twin)
+}
+
+#[tokio::test]
+async fn memory_that_is_read_conforms() {
+    let (fabric, twin) = read_memory();
+    conforms(fabric, &["one", "two"]).await;
+    assert!(twin.posted() > 0, "it was read");
+}
+
+/// Reads that do not end: the fetch returns when nothing can land any more, by a deadline and dropped.
+#[tokio::test]
+async fn a_read_that_was_given_up_lands_in_no_row_that_was_handed_back() {
+    for dropped in [false, true] {
+        let (fabric, twin) = read_memory();
+        let world = World::over(fabric);
+        let addresses = world.serve(Memory::of(4, ROW), Size::mib(8), &["one"]).await;
+        let fetcher = world.fetcher(&[&addresses[0]], world.tickets.issue([1; 32], 1), PATIENCE);
+        let area = rows(4, ROW);
+        // Sent over the connection while the area is prepared, then read.
+        while twin.posted() == 0 {
+            assert_eq!(fetcher.fetch(&area, &items(4), None).await, [Outcome::FromPeer; 4]);
+        }
+        twin.stick(true);
+        let before = twin.posted();
+        let wanted = items(4);
+        {
+            let deadline = Instant::now() + Duration::from_millis(if dropped { 60_000 } else { 200 });
+            let mut fetch = std::pin::pin!(fetcher.fetch(&area, &wanted, Some(deadline)));
+            while twin.posted() == before {
+                assert!(futures_util::poll!(&mut fetch).is_pending());
+                tokio::task::yield_now().await;
+            }
+            if !dropped {
+                assert_eq!(fetch.await, [Outcome::Failed; 4]);
+            }
+        }
+        (0..4).for_each(|n| area.fill(n, |row| row.fill(0xAA)));
+        // The rail has failed and comes back; by then the device has written all that it could.
+        twin.stick(false);
+        while fetcher.rails()[0].reconnects == 0 {
+            tokio::task::yield_now().await;
+        }
+        (0..4)
+            .for_each(|n| area.look(n, |row| assert!(row.iter().all(|&b| b == 0xAA), "row {n}, {dropped}")));
+        assert_eq!(fetcher.fetch(&area, &items(4), None).await, [Outcome::FromPeer; 4]);
+        world.end().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

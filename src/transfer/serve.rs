@@ -4,9 +4,10 @@
 //! is everything opened with it. Words are answered in their order; the rows lie in a [`Pantry`] that all connections
 //! share, so that each connection sends other pieces of the same row. While the next answer is not there, the
 //! connection says so at every [`wire::BEAT`]: the other side can tell a slow drive from a cable that was pulled.
-//! What was cancelled, or is over its patience, is answered without its bytes and not read for.
+//! What was cancelled, or is over its patience, is answered without its bytes and not read for. Where peers read this
+//! node's memory, a piece is lent instead of sent: its row stays until the peer says that it was taken.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +19,7 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::onesided::Host;
 use super::pantry::{Pantry, Use};
 use super::wire::{self, ASK, Ask, BEAT, Head, PREAMBLE, Ticket, Want};
 use super::{Listener, Metrics, Record, Shelf, Stream};
@@ -149,6 +151,7 @@ impl Server {
         let stopping = self.tasks.stopping();
         let doorway = Doorway::new(STRANGERS, STRANGERS_OF_ONE);
         let room = Arc::new(Semaphore::new(CONNECTIONS));
+        let host = listener.host();
         loop {
             let accepted = tokio::select! {
                 () = stopping.cancelled() => return,
@@ -168,10 +171,11 @@ impl Server {
                 continue;
             };
             let (server, stopping, room) = (self.clone(), stopping.clone(), room.clone());
+            let host = host.clone();
             self.tasks.spawn(Kind::Serving, "data connection", async move {
                 tokio::select! {
                     () = stopping.cancelled() => {}
-                    ended = server.converse(stream, guest, &room) => if let Err(error) = ended {
+                    ended = server.converse(stream, guest, &room, host.as_deref()) => if let Err(error) = ended {
                         tracing::debug!(%error, "a data connection ended");
                     },
                 }
@@ -179,7 +183,13 @@ impl Server {
         }
     }
 
-    async fn converse(&self, mut stream: Stream, guest: Guest, room: &Semaphore) -> io::Result<()> {
+    async fn converse(
+        &self,
+        mut stream: Stream,
+        guest: Guest,
+        room: &Semaphore,
+        host: Option<&dyn Host>,
+    ) -> io::Result<()> {
         let admitted = self.admit(&mut stream).await?;
         drop(guest);
         let (Some(session), Ok(_place)) = (admitted, room.try_acquire()) else {
@@ -188,11 +198,12 @@ impl Server {
         };
         stream.write_all(&[wire::ACCEPTED]).await?;
         let (from, to) = tokio::io::split(stream);
-        let desk = Desk::new(self, session.number);
+        let desk = Desk::new(self, session.number, host);
         tokio::select! {
             () = session.live.cancelled() => Err(io::Error::other("its control session is gone")),
             ended = desk.take_words(from) => ended,
             ended = desk.answer_all(to) => ended,
+            forgotten = desk.watch_lent() => Err(forgotten),
         }
     }
 
@@ -219,6 +230,9 @@ struct Desk<'a> {
     /// The first one is being answered.
     owed: Mutex<VecDeque<Owed>>,
     changed: Notify,
+    host: Option<&'a dyn Host>,
+    /// Rows that the peer reads out of our memory, by the piece, since when.
+    lent: Mutex<HashMap<u64, (Use, u32, Instant)>>,
 }
 
 impl Drop for Desk<'_> {
@@ -228,9 +242,29 @@ impl Drop for Desk<'_> {
 }
 
 impl<'a> Desk<'a> {
-    fn new(server: &'a Server, guest: u64) -> Self {
+    fn new(server: &'a Server, guest: u64, host: Option<&'a dyn Host>) -> Self {
         server.pantry.enter(guest);
-        Self { server, guest, owed: Mutex::default(), changed: Notify::new() }
+        let (owed, changed, lent) = (Mutex::default(), Notify::new(), Mutex::default());
+        Self { server, guest, owed, changed, host, lent }
+    }
+
+    /// Ends when the peer keeps a row for longer than it may.
+    async fn watch_lent(&self) -> io::Error {
+        let patience = self.server.patience;
+        loop {
+            tokio::time::sleep(patience / 4).await;
+            let oldest = self.lent.lock().values().map(|(_, _, since)| *since).min();
+            if oldest.is_some_and(|since| since.elapsed() > patience) {
+                return io::Error::new(io::ErrorKind::TimedOut, "a row that was lent was not taken");
+            }
+        }
+    }
+
+    /// The peer has read a piece, or does not want it.
+    fn taken(&self, id: u64) {
+        if let Some((mut row, length, _)) = self.lent.lock().remove(&id) {
+            row.sent(length.into());
+        }
     }
 
     async fn take_words(&self, mut from: ReadHalf<Stream>) -> io::Result<()> {
@@ -250,7 +284,8 @@ impl<'a> Desk<'a> {
                     swallow(&mut from, ask.length as usize, &mut sink).await?;
                     self.owe(ask).map_err(refuse)?;
                 }
-                Want::Pull | Want::Fill => self.owe(ask).map_err(refuse)?,
+                Want::Taken => self.taken(ask.id),
+                Want::Pull | Want::Fill | Want::Meet | Want::Read => self.owe(ask).map_err(refuse)?,
             }
         }
     }
@@ -290,6 +325,11 @@ impl<'a> Desk<'a> {
             };
             match ask.want {
                 Want::Fill => self.fill(&mut to, &ask).await?,
+                Want::Meet => {
+                    let card = self.host.map_or_else(Bytes::new, Host::card);
+                    let length = u32::try_from(card.len()).map_err(io::Error::other)?;
+                    self.send(&mut to, &Head { length, ..Head::bare(wire::Kind::Card, &ask) }, card).await?;
+                }
                 Want::Sink => self.send(&mut to, &Head::bare(wire::Kind::Piece, &ask), Bytes::new()).await?,
                 _ => self.answer(&mut to, &ask).await?,
             }
@@ -317,8 +357,19 @@ impl<'a> Desk<'a> {
                     ..Head::bare(wire::Kind::Piece, ask)
                 };
                 let (from, end) = (offset as usize, offset as usize + length as usize);
-                self.send(to, &head, payload.slice(from..end)).await?;
-                row.sent(length.into());
+                let piece = payload.slice(from..end);
+                let lies =
+                    if ask.want == Want::Read { self.host.and_then(|host| host.at(&piece)) } else { None };
+                if let Some(at) = lies {
+                    // Lent before it is said: the answer to what is said may come at once.
+                    if self.lent.lock().insert(ask.id, (row, length, Instant::now())).is_some() {
+                        return Err(io::Error::other("a piece is asked for that was not taken before"));
+                    }
+                    self.send(to, &Head { kind: wire::Kind::Lies, at, ..head }, Bytes::new()).await?;
+                } else {
+                    self.send(to, &head, piece).await?;
+                    row.sent(length.into());
+                }
                 metrics.sent_bytes.inc_by(length.into());
                 if offset + length == row_bytes {
                     metrics.sent_rows.inc();

@@ -140,6 +140,7 @@ impl World {
     /// Serves at each address; gives where that is.
     pub async fn serve(&self, shelf: Memory, memory: Size, at: &[&str]) -> Vec<String> {
         let (shelf, tickets, metrics) = (Arc::new(shelf), self.tickets.clone(), self.metrics.clone());
+        let shelf = self.fabric.lend(shelf);
         let server = Server::new(shelf, tickets, memory, PATIENCE, metrics, &self.tasks);
         let mut addresses = Vec::new();
         for at in at {
