@@ -148,3 +148,27 @@ async fn tcp_with_pinned_rails_conforms() {
     let ends = ["127.0.0.1".parse().unwrap(), "127.0.0.2".parse().unwrap()];
     conforms(Fabric::tcp(&ends).unwrap(), &["127.0.0.1:0", "127.0.0.2:0"]).await;
 }
+
+/// Where `install/nixl.sh` put NVIDIA's library. In CI it must be there; elsewhere its absence is said.
+fn nixl_library() -> Option<std::path::PathBuf> {
+    let home =
+        || std::path::PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/spark-kv");
+    let cache = std::env::var_os("SPARK_KV_CACHE").map_or_else(home, Into::into);
+    let folders = std::fs::read_dir(cache.join("nixl")).into_iter().flatten().flatten();
+    let found = folders.map(|entry| entry.path().join("libnixl_capi.so")).find(|library| library.is_file());
+    if found.is_none() {
+        assert!(std::env::var_os("SPARK_KV_NIXL").is_none(), "install/nixl.sh was run and left no library");
+        eprintln!("skipped: no NIXL here; install/nixl.sh gets it");
+    }
+    found
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nixl_over_tcp_conforms() {
+    let Some(library) = nixl_library() else { return };
+    let remote = nixl::start(nixl::Options { library, transports: Vec::new(), memory: 8 << 20 }).unwrap();
+    let ends = ["127.0.0.1".parse().unwrap(), "127.0.0.2".parse().unwrap()];
+    let fabric = Fabric::one_sided(Fabric::tcp(&ends).unwrap(), remote);
+    assert_eq!(fabric.name(), "NIXL over TCP");
+    conforms(fabric, &["127.0.0.1:0", "127.0.0.2:0"]).await;
+}

@@ -12,6 +12,7 @@
 #[cfg(test)]
 mod conform;
 mod fabric;
+pub mod nixl;
 mod onesided;
 mod pantry;
 mod path;
