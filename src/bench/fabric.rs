@@ -30,6 +30,7 @@ use crate::base::clock::Clock;
 use crate::base::frame::Outcome;
 use crate::base::rows::Rows;
 use crate::base::units::Bytes;
+use crate::cluster;
 use crate::meter::Meter;
 use crate::settings;
 use crate::store::{DiskKind, Store};
@@ -71,12 +72,21 @@ pub struct FabricOptions {
     pub folder: Option<PathBuf>,
     /// The fabric alone.
     pub only_fabric: bool,
+    /// NIXL by this library, instead of TCP.
+    pub nixl: Option<PathBuf>,
 }
 
 impl FabricOptions {
     fn rows(&self) -> u32 {
         u32::try_from(self.amount.0 / u64::from(self.row_bytes)).unwrap_or(1 << 20).clamp(2, 1 << 20)
     }
+}
+
+async fn fabric_of(options: &FabricOptions, ends: &[IpAddr], memory: Bytes) -> io::Result<Fabric> {
+    let Some(library) = options.nixl.clone() else { return Fabric::tcp(ends) };
+    let ends = ends.to_vec();
+    let choose = move || cluster::Carrier::nixl(library).choose(&ends, memory);
+    Ok(tokio::task::spawn_blocking(choose).await.map_err(io::Error::other)??.fabric)
 }
 
 /// What one side serves, for the other one to be told. Holds the ticket that lets it in.
@@ -197,12 +207,18 @@ impl Host {
             store: drive.as_ref().map(|d| d.store.clone()),
         });
         let ips: Vec<IpAddr> = at.iter().map(SocketAddr::ip).filter(|ip| !ip.is_loopback()).collect();
-        let fabric = Fabric::tcp(&ips)?;
+        let memory = settings::Cluster::default().serve_memory;
+        let fabric = fabric_of(options, &ips, memory).await?;
         let tickets = Tickets::default();
         let ticket = tickets.issue([0; 32], 1);
-        let memory = settings::Cluster::default().serve_memory;
-        let server =
-            Server::new(shelf.clone(), tickets, memory, PATIENCE, Metrics::new(&Meter::new()), &tasks);
+        let server = Server::new(
+            fabric.lend(shelf.clone()),
+            tickets,
+            memory,
+            PATIENCE,
+            Metrics::new(&Meter::new()),
+            &tasks,
+        );
         let (mut fabric_at, mut raw_at) = (Vec::new(), Vec::new());
         for at in at {
             let listener = fabric.listen(&at.to_string()).await?;
@@ -356,6 +372,7 @@ struct Guest<'a> {
     fabric: Fabric,
     raw_paths: Vec<Rail>,
     fetcher: Fetcher,
+    metrics: Metrics,
     /// The same memory in both spaces.
     memory: Arc<Rows>,
     drive: Arc<Rows>,
@@ -409,17 +426,27 @@ impl<'a> Guest<'a> {
         if offer.row_bytes == 0 || !offer.row_bytes.is_multiple_of(4096) || size > 64 << 30 {
             return Err(bad("rows of no possible size"));
         }
-        let fabric = Fabric::tcp(from)?;
+        // It serves nobody.
+        let fabric = fabric_of(options, from, Bytes::mib(1)).await?;
         let paths = fabric.paths(&offer.fabric);
         let set = Options { patience: PATIENCE, piece_bytes: options.piece_bytes };
-        let fetcher = Fetcher::along(&fabric, paths, ticket, set, &Metrics::new(&Meter::new()), tasks);
+        let metrics = Metrics::new(&Meter::new());
+        let fetcher = Fetcher::along(&fabric, paths, ticket, set, &metrics, tasks);
         let areas = store::areas(offer.rows, offer.row_bytes, [MEMORY, store::SPACE])?;
         let [memory, drive] = <[Arc<Rows>; 2]>::try_from(areas).expect("one per space");
         memory.populate()?;
         let raw_paths = fabric.paths(&offer.raw);
         store::fill(&memory);
         let sums = (0..memory.count()).map(|row| memory.look(row, |bytes| crc64(&[bytes]))).collect();
-        Ok(Self { options, offer, ticket, fabric, raw_paths, fetcher, memory, drive, sums })
+        Ok(Self { options, offer, ticket, fabric, raw_paths, fetcher, metrics, memory, drive, sums })
+    }
+
+    /// Bytes that were read out of the other side's memory, of all that came.
+    fn say_read(&self, say: &dyn Fn(&str)) {
+        if self.options.nixl.is_some() {
+            let (read, all) = (self.metrics.read_bytes() as f64, self.metrics.moved_bytes() as f64);
+            say(&format!("{}: {:.3} of all bytes were read", self.fabric.name(), read / all.max(1.0)));
+        }
     }
 
     async fn rounds(
@@ -463,6 +490,7 @@ impl<'a> Guest<'a> {
                 rail.reconnects
             ));
         }
+        self.say_read(say);
         Ok(self.report(&seen))
     }
 
@@ -605,6 +633,7 @@ mod tests {
             connections: 2,
             folder,
             only_fabric: false,
+            nixl: None,
         }
     }
 

@@ -103,6 +103,20 @@ impl Fabric {
         Self::OneSided(Arc::new(OneSided { words, remote }))
     }
 
+    /// Starts whatever each end of this box needs to be read from. Blocks.
+    ///
+    /// # Errors
+    /// When one of them cannot be read from.
+    pub fn warm(&self) -> io::Result<()> {
+        let Some(remote) = self.remote() else { return Ok(()) };
+        match self.words() {
+            Self::Tcp(ends) if !ends.is_empty() => {
+                ends.iter().try_for_each(|end| remote.host(Some(end)).map(drop))
+            }
+            _ => remote.host(None).map(drop),
+        }
+    }
+
     /// For people: what rows travel over.
     pub fn name(&self) -> String {
         match self {

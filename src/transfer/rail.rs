@@ -47,6 +47,12 @@ const VERIFY_HERE: usize = 256 << 10;
 /// Time to open a connection on a local network: one lost packet is sent again after a second.
 const CONNECT_WAIT: Duration = Duration::from_millis(1_200);
 
+/// Time for a library to open its way to the other side's memory.
+const READER_WAIT: Duration = Duration::from_secs(10);
+
+/// After so many connections on which reads failed before one had worked, a rail goes on without reads.
+const FRUITLESS: u32 = 2;
+
 const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
 
@@ -200,10 +206,11 @@ impl Rail {
     async fn run(self, closed: &CancellationToken) {
         let path = self.pool.path(self.number).clone();
         let mut pause = BACKOFF_FIRST;
+        let mut fruitless = 0;
         loop {
             let opened = tokio::select! {
                 () = closed.cancelled() => break,
-                opened = self.open(&path) => opened,
+                opened = self.open(&path, fruitless < FRUITLESS) => opened,
             };
             match opened {
                 Ok((stream, reader)) => {
@@ -214,6 +221,11 @@ impl Rail {
                         () = closed.cancelled() => break,
                         error = line.serve(self.patience) => error,
                     };
+                    fruitless =
+                        if line.read_something { 0 } else { fruitless + u32::from(line.read_nothing) };
+                    if fruitless == FRUITLESS {
+                        tracing::warn!(rail = path.name, %error, "reads fail from the start: bytes are sent from now on");
+                    }
                     tracing::warn!(rail = path.name, to = path.remote, %error, "a rail went down");
                 }
                 Err(error) => {
@@ -232,9 +244,9 @@ impl Rail {
 
 impl Rail {
     /// A connection, and where both sides can, the way to read the other one's memory.
-    async fn open(&self, path: &Path) -> io::Result<(Stream, Option<Reader>)> {
+    async fn open(&self, path: &Path, read: bool) -> io::Result<(Stream, Option<Reader>)> {
         let mut stream = open(&self.fabric, path, self.ticket).await?;
-        let Some(remote) = self.fabric.remote() else { return Ok((stream, None)) };
+        let Some(remote) = self.fabric.remote().filter(|_| read) else { return Ok((stream, None)) };
         let card = tokio::time::timeout(CONNECT_WAIT, meet(&mut stream)).await??;
         if card.is_empty() {
             tracing::info!(
@@ -244,7 +256,8 @@ impl Rail {
             );
             return Ok((stream, None));
         }
-        match remote.reader(path, card).await {
+        let reader = tokio::time::timeout(READER_WAIT, remote.reader(path, card)).await;
+        match reader.unwrap_or_else(|late| Err(late.into())) {
             Ok(reader) => Ok((stream, Some(reader))),
             Err(error) => {
                 let (rail, to) = (&path.name, &path.remote);
@@ -313,6 +326,9 @@ struct Line {
     stream: Stream,
     reader: Option<Reader>,
     behind: VecDeque<Behind>,
+    /// Whether a read of the other side's memory has worked, and whether one has failed.
+    read_something: bool,
+    read_nothing: bool,
     rail: usize,
     pool: Arc<Pool>,
     metrics: Metrics,
@@ -336,6 +352,8 @@ impl Line {
             stream,
             reader,
             behind: VecDeque::new(),
+            read_something: false,
+            read_nothing: false,
             rail,
             pool: pool.clone(),
             metrics: metrics.clone(),
@@ -471,7 +489,10 @@ impl Line {
             Some(Behind::Nothing) => false,
             Some(Behind::Read(_)) => {
                 let Some(reader) = &mut self.reader else { return Poll::Pending };
-                ready!(reader.poll_ended(cx))?
+                let ended = ready!(reader.poll_ended(cx));
+                self.read_something |= matches!(ended, Ok(true));
+                self.read_nothing = ended.is_err();
+                ended?
             }
         };
         self.heard = Instant::now();

@@ -27,11 +27,21 @@ struct Inner {
     /// Reads do not end. What is under way is written when the engine is torn down: as late as it can be.
     pub stuck: AtomicBool,
     posted: AtomicU64,
+    /// Every read fails at once.
+    broken: AtomicBool,
+    /// No area can be read into.
+    shut: AtomicBool,
 }
 
 impl Twin {
     pub fn stick(&self, stuck: bool) {
         self.0.stuck.store(stuck, Ordering::Release);
+    }
+
+    /// Reads fail, or areas cannot be read into.
+    pub fn spoil(&self, reads: bool, areas: bool) {
+        self.0.broken.store(reads, Ordering::Release);
+        self.0.shut.store(areas, Ordering::Release);
     }
 
     pub fn posted(&self) -> u64 {
@@ -89,13 +99,17 @@ impl Engine for Device {
     type Read = u64;
 
     fn attach(&mut self, _: &Arc<Rows>) -> io::Result<()> {
-        Ok(())
+        if self.twin.0.shut.load(Ordering::Acquire) { Err(io::ErrorKind::OutOfMemory.into()) } else { Ok(()) }
     }
 
     fn detach(&mut self, _: AreaId) {}
 
     fn post(&mut self, into: &Landing, at: u64) -> io::Result<u64> {
         self.next += 1;
+        if self.twin.0.broken.load(Ordering::Acquire) {
+            self.twin.0.posted.fetch_add(1, Ordering::AcqRel);
+            return Err(io::Error::other("no read works here"));
+        }
         self.under_way.push((self.next, into.piece().clone(), at));
         self.twin.0.posted.fetch_add(1, Ordering::AcqRel);
         Ok(self.next)
