@@ -140,7 +140,7 @@ impl House {
                     join,
                     silence: Duration::from_secs(3),
                     serve_memory: Bytes::mib(8),
-                    carrier: spark_kv::cluster::Carrier::default(),
+                    carrier: cluster::Carrier::default(),
                     sharing: cluster::Sharing::default(),
                     generation: 1,
                 };
