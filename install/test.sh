@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs every test.
 #
-#   install/test.sh              everything, real vLLM included
-#   install/test.sh --offline    without what must be downloaded: no real vLLM (said at the end)
+#   install/test.sh              everything, real vLLM and NVIDIA's NIXL included
+#   install/test.sh --offline    without what must be downloaded: no real vLLM, and no NIXL unless it is there
 #
-# vLLM's environment and the tiny models go to ${SPARK_KV_CACHE:-$HOME/.cache/spark-kv} and are made when missing.
+# vLLM's environment, NIXL and the tiny models go to ${SPARK_KV_CACHE:-$HOME/.cache/spark-kv} and are made when missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,6 +44,9 @@ cargo build --quiet
 cargo test --no-run --quiet
 
 if [ -z "$offline" ]; then
+  say "NIXL"
+  install/nixl.sh >/dev/null
+  export SPARK_KV_NIXL=1 # from here on its absence is a failure
   say "vLLM's environment and the tiny models"
   target/debug/spark-kv provision --profile cpu-tiny
   target/debug/spark-kv provision --profile cpu-tiny-hybrid

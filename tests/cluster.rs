@@ -136,6 +136,7 @@ impl Home {
             join,
             silence: self.silence,
             serve_memory: Bytes::kib(256),
+            carrier: spark_kv::cluster::Carrier::default(),
             sharing: self.sharing,
             generation,
         };
@@ -877,6 +878,7 @@ async fn live_until_killed(folder: PathBuf, generation: u64, token: String) {
         join: Some(token),
         silence: Duration::from_secs(2),
         serve_memory: Bytes::kib(256),
+        carrier: spark_kv::cluster::Carrier::default(),
         sharing: Sharing::default(),
         generation,
     };

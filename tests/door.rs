@@ -140,6 +140,7 @@ impl House {
                     join,
                     silence: Duration::from_secs(3),
                     serve_memory: Bytes::mib(8),
+                    carrier: cluster::Carrier::default(),
                     sharing: cluster::Sharing::default(),
                     generation: 1,
                 };

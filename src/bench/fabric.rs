@@ -13,6 +13,7 @@
 mod guest;
 mod host;
 
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -27,6 +28,8 @@ use super::Error;
 use super::stats::Spread;
 use crate::base::block::{Namespace, Rank, Space};
 use crate::base::units::Bytes;
+use crate::cluster;
+use crate::transfer::Fabric;
 
 /// The space of rows that lie in the other side's memory; those on its drive are in the store's.
 const MEMORY: Space = Space { namespace: Namespace([0xb6; 32]), rank: Rank::ONLY };
@@ -49,12 +52,21 @@ pub struct FabricOptions {
     pub folder: Option<PathBuf>,
     /// The fabric alone.
     pub only_fabric: bool,
+    /// NIXL by this library, instead of TCP.
+    pub nixl: Option<PathBuf>,
 }
 
 impl FabricOptions {
     fn rows(&self) -> u32 {
         u32::try_from(self.amount.0 / u64::from(self.row_bytes)).unwrap_or(1 << 20).clamp(2, 1 << 20)
     }
+}
+
+async fn fabric_of(options: &FabricOptions, ends: &[IpAddr], memory: Bytes) -> io::Result<Fabric> {
+    let Some(library) = options.nixl.clone() else { return Fabric::tcp(ends) };
+    let ends = ends.to_vec();
+    let choose = move || cluster::Carrier::nixl(library).choose(&ends, memory);
+    Ok(tokio::task::spawn_blocking(choose).await.map_err(io::Error::other)??.fabric)
 }
 
 /// What one side serves, for the other one to be told. Holds the ticket that lets it in.
@@ -158,6 +170,7 @@ mod tests {
             connections: 2,
             folder,
             only_fabric: false,
+            nixl: None,
         }
     }
 

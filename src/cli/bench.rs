@@ -113,6 +113,10 @@ pub(super) struct Fabric {
     /// Measure the fabric alone, without raw sockets and drive: for watching rails while cables are pulled.
     #[arg(long)]
     only_fabric: bool,
+    /// Read the other side's memory by NIXL instead of sending rows over TCP: its library, `libnixl_capi.so`. Needed on both sides.
+    /// Devices without RDMA use TCP, through ports that ask for no key.
+    #[arg(long, value_name = "FILE")]
+    nixl: Option<PathBuf>,
 }
 
 /// One end of a rail, with any port unless one is named.
@@ -223,6 +227,7 @@ pub(super) fn fabric(order: &Fabric) -> anyhow::Result<Exit> {
         connections: order.connections as usize,
         folder: order.dir.clone(),
         only_fabric: order.only_fabric,
+        nixl: order.nixl.clone(),
     };
     let offer = order.peer.as_deref().map(read_offer).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;

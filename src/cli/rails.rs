@@ -5,7 +5,7 @@
 //! machine is described in the same words.
 
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -15,7 +15,6 @@ use super::Layers;
 use super::ask::Running;
 use super::out::{Exit, Out, Tint, Told, say};
 use super::status::clean;
-use crate::engine::provision;
 use crate::rails::measured::Wire;
 use crate::rails::verdict::{Level, Verdict};
 use crate::rails::{Access, Inventory, Nixl, Rail, Report, Tree, measure};
@@ -74,7 +73,7 @@ fn here(order: &Rails) -> anyhow::Result<Report> {
         }
         None => alone(order, &loaded, &tree)?,
     };
-    let nixl = Some(Nixl::find(Path::new("/"), &environments(&loaded)));
+    let nixl = Some(crate::node::nixl(&loaded.settings));
     let report = Report { nixl, ..report };
     if let Some(path) = &order.record {
         let text = format!("{}{}", tree.recorded(), report.lines()?);
@@ -82,18 +81,6 @@ fn here(order: &Rails) -> anyhow::Result<Report> {
         say(&format!("written: {}", path.display()));
     }
     Ok(report)
-}
-
-/// Where vLLM may be installed: the environment that is set, else those that `provision` made.
-fn environments(loaded: &Loaded) -> Vec<PathBuf> {
-    let set = &loaded.settings.engine.venv;
-    if !set.as_os_str().is_empty() {
-        return vec![set.clone()];
-    }
-    let made = std::fs::read_dir(provision::cache_folder()).into_iter().flatten().flatten();
-    made.filter(|entry| entry.file_name().to_string_lossy().starts_with("venv-"))
-        .map(|entry| entry.path())
-        .collect()
 }
 
 /// What the running node says, when there is one.
@@ -159,7 +146,9 @@ fn screen(report: &Report, out: &mut Out) -> std::io::Result<()> {
     for verdict in &report.verdicts {
         say_verdict(verdict, out)?;
     }
-    if let Some(nixl) = &report.nixl {
+    if let Some(fabric) = &report.fabric {
+        out.line(&out.tint(Tint::Dim, &format!("note    rows travel over {}", clean(fabric))))?;
+    } else if let Some(nixl) = &report.nixl {
         out.line(&out.tint(Tint::Dim, &format!("note    {}", nixl_words(nixl))))?;
     }
     if report.verdicts.is_empty() {
@@ -213,15 +202,13 @@ fn cells(rail: &Rail) -> [String; 8] {
     .map(|cell| clean(&cell))
 }
 
+/// Where no node runs that could say what it uses.
 fn nixl_words(nixl: &Nixl) -> String {
     let Nixl { library, version, looked_in } = nixl;
     match library {
         Some(at) => {
             let version = version.as_deref().map_or(String::new(), |version| format!(" {version}"));
-            clean(&format!(
-                "NIXL{version} is at {}; rows travel by TCP all the same, no fabric here uses it",
-                at.display()
-            ))
+            clean(&format!("NIXL{version} is at {}; a node uses it as cluster.fabric says", at.display()))
         }
         None => {
             let looked: Vec<String> = looked_in.iter().map(|at| at.display().to_string()).collect();

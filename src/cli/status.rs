@@ -117,6 +117,9 @@ fn node(view: &NodeView, peer: Option<&PeerView>, now: u64, out: &mut Out) -> st
     if let Some(line) = rail_words(&view.rails) {
         out.line(&format!("  {:8} {line}", "rails"))?;
     }
+    if !view.fabric.is_empty() {
+        out.line(&format!("  {:8} {}", "fabric", clean(&view.fabric)))?;
+    }
     Ok(())
 }
 

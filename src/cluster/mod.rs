@@ -8,6 +8,7 @@
 //! other held, serves alone, and goes on dialling. Everything here is a hint that makes a cache larger: when it is
 //! wrong or gone, rows are computed again.
 
+mod carrier;
 mod copy;
 mod drive;
 mod identity;
@@ -55,7 +56,8 @@ use crate::base::units::Bytes;
 use crate::meter::Meter;
 use crate::store::Store;
 use crate::tasks::{Kind, Tasks};
-use crate::transfer::{Fabric, Fetcher, Server};
+use crate::transfer::{Fetcher, Server};
+pub use carrier::{Carrier, Chosen};
 use identity::{Identity, Pin};
 use proto::{Hello, MAX_NOTE, Message, Word};
 use state::{Parts, Shared};
@@ -76,6 +78,8 @@ pub struct Options {
     pub data: Vec<String>,
     /// Addresses of this node's ends of the rails; each connection for rows is pinned to one. Empty: not pinned.
     pub rails: Vec<IpAddr>,
+    /// What rows travel over.
+    pub carrier: Carrier,
     /// Where others reach the two, when that is not where they listen (containers, forwarded ports).
     pub seen_as: SeenAs,
     /// Token of a node to join. Of no effect when that node is known already, and knows this one.
@@ -143,6 +147,7 @@ struct Inner {
     data: Vec<String>,
     control_listener: String,
     data_listeners: Vec<String>,
+    carried_by: String,
     /// Secrets that were given out.
     invites: Mutex<Invites>,
     /// Held while the file of known nodes is written.
@@ -174,7 +179,11 @@ impl Cluster {
         let control = failed("control", &options.control);
         let control_listener = TcpListener::bind(&options.control).await.map_err(control)?;
         let failed_rails = failed("rows", &options.data.join(", "));
-        let fabric = Fabric::tcp(&options.rails).map_err(failed_rails)?;
+        let (carrier, rails, memory) = (options.carrier.clone(), options.rails.clone(), options.serve_memory);
+        let chosen = tokio::task::spawn_blocking(move || carrier.choose(&rails, memory)).await?;
+        let Chosen { fabric, why } = chosen.map_err(failed_rails)?;
+        let carried_by = format!("{}: {why}", fabric.name());
+        tracing::info!(fabric = fabric.name(), why, "rows travel between nodes");
         let mut data_listeners = Vec::new();
         let mut data_at = Vec::new();
         for address in &options.data {
@@ -188,7 +197,7 @@ impl Cluster {
             silence: options.silence,
             clock,
             tasks: tasks.clone(),
-            fabric,
+            fabric: fabric.clone(),
             room: peer::Room::default(),
         };
         let shared = Shared::new(parts, pins, meter);
@@ -210,6 +219,7 @@ impl Cluster {
             data: options.seen_as.data.map_or_else(|| data_at.clone(), |seen| vec![seen]),
             control_listener: control_at,
             data_listeners: data_at,
+            carried_by,
             invites: Mutex::default(),
             pin_file: tokio::sync::Mutex::default(),
             relays_in,
@@ -238,6 +248,11 @@ impl Cluster {
             tasks.spawn(Kind::Serving, "join", link::join(inner.clone(), token));
         }
         Ok(Self(inner))
+    }
+
+    /// What rows travel over between nodes, and why.
+    pub fn carried_by(&self) -> &str {
+        &self.0.carried_by
     }
 
     /// A fresh token that lets one node in, once, within an hour and until this node restarts.

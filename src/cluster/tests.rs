@@ -42,6 +42,7 @@ impl Node {
             join: None,
             silence: Duration::from_secs(60),
             serve_memory: Bytes::mib(1),
+            carrier: Carrier::default(),
             sharing: Sharing::default(),
             generation: 1,
         };

@@ -39,7 +39,7 @@ use crate::settings::{Places, Ports, Settings};
 use crate::store::{self, DiskKind, Store};
 use crate::tasks::{Kind, Tasks, log_slow};
 
-pub use rails::rails_context;
+pub use rails::{nixl, rails_context};
 
 /// Share of the row area that hits may hold at one time, in percent. The rest is for stores: vLLM needs a free row for
 /// every block that it writes through, and computes nothing less while it waits for one.
@@ -125,6 +125,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
             control: format!("{}:{}", settings.cluster.address, ports.control),
             data: settings.cluster.data_addresses(ports.data),
             rails: settings.cluster.rails.clone(),
+            carrier: cluster::Carrier { wanted: settings.cluster.fabric, found: nixl(&settings) },
             seen_as: cluster::SeenAs::default(),
             join: Some(settings.cluster.join.clone()).filter(|token| !token.is_empty()),
             silence: Duration::from_secs(settings.cluster.silence_s.into()),

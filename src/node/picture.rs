@@ -284,6 +284,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
         health,
         alerts,
         rails: parts.rails.view(),
+        fabric: parts.cluster.carried_by().to_owned(),
         requests,
     }
 }

@@ -1,16 +1,18 @@
 //! The rails of this node: what it should run over, by its settings, and measuring them when somebody asks.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 
 use super::Parts;
+use crate::engine::provision;
 use crate::rails::measure::{self, Mover, Ran};
 use crate::rails::measured::Wire;
 use crate::rails::verdict::Context;
-use crate::rails::{Inventory, Report, Tree};
+use crate::rails::{Inventory, Nixl, Report, Tree};
 use crate::settings::Settings;
 use crate::transfer::{Fetcher, Way};
 
@@ -24,6 +26,23 @@ fn data_addresses(settings: &Settings) -> Vec<IpAddr> {
     let all: Vec<IpAddr> =
         if cluster.rails.is_empty() { one.into_iter().collect() } else { cluster.rails.clone() };
     all.into_iter().filter(|ip| !ip.is_loopback() && !ip.is_unspecified()).collect()
+}
+
+/// Where NIXL lies: in vLLM's environment, the one that is set or those that were provisioned, where `install/nixl.sh`
+/// puts it, or installed.
+pub fn nixl(settings: &Settings) -> Nixl {
+    let set = &settings.engine.venv;
+    let cache = provision::cache_folder();
+    let mut environments: Vec<PathBuf> = Vec::new();
+    if set.as_os_str().is_empty() {
+        let made = std::fs::read_dir(&cache).into_iter().flatten().flatten();
+        let made = made.filter(|entry| entry.file_name().to_string_lossy().starts_with("venv-"));
+        environments.extend(made.map(|entry| entry.path()));
+    } else {
+        environments.push(set.clone());
+    }
+    environments.push(cache.join("nixl"));
+    Nixl::find(Path::new("/"), &environments)
 }
 
 /// What the settings say that bears on the rails.
@@ -62,7 +81,8 @@ pub(super) async fn report(parts: Parts, transfer: bool) -> Report {
     };
     let report = Report::of(inventory, context, measured);
     let node = Some(parts.settings.node.name.clone());
-    Report { node, peer: peer.map(|(name, _)| name), uses: view.uses, ..report }
+    let fabric = Some(parts.cluster.carried_by().to_owned());
+    Report { node, peer: peer.map(|(name, _)| name), uses: view.uses, fabric, ..report }
 }
 
 /// What another node said of its rails with its last heartbeat.

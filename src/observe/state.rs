@@ -81,6 +81,8 @@ pub struct NodeView {
     pub health: Health,
     pub alerts: Vec<Alert>,
     pub rails: rails::View,
+    /// What rows travel over between boxes, and why.
+    pub fabric: String,
     /// The newest first. In a note: those that the peer's page shows.
     pub requests: Vec<Request>,
 }

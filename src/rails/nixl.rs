@@ -1,7 +1,6 @@
-//! Where NVIDIA's NIXL lies, if anywhere. Found and said, not loaded: rows travel by TCP.
+//! Where NVIDIA's NIXL lies, if anywhere. Found here, opened by who moves rows.
 //!
-//! Its C library is looked up by path first, because a binding that opens it by name ends the process when it is
-//! missing. The wheels `nixl_cu12` and `nixl_cu13` hold it in a folder of their own beside the package, in the
+//! It is opened by its path and by nothing else, so that it is known which one runs. The wheels `nixl_cu12` and `nixl_cu13` hold it in a folder of their own beside the package, in the
 //! environment that vLLM runs in; NVIDIA's own builds install below `/opt` and `/usr/local`.
 
 use std::path::{Path, PathBuf};

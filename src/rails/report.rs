@@ -33,6 +33,8 @@ pub struct Report {
     pub speeds: Vec<Speed>,
     /// What the rails did in the last minute, where a node watches them.
     pub uses: Vec<Use>,
+    /// What rows travel over, and why, as a running node says it.
+    pub fabric: Option<String>,
     /// Where NIXL lies. None: nobody looked, as in a recording.
     pub nixl: Option<Nixl>,
     /// The worst first.

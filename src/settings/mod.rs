@@ -139,6 +139,18 @@ pub struct Store {
     pub encrypt: bool,
 }
 
+/// What rows travel over between nodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Carries {
+    /// NIXL where it is found and starts and every rail has RDMA, else TCP; said at start.
+    Auto,
+    #[default]
+    Tcp,
+    /// NIXL, also over TCP; the node does not start without it.
+    Nixl,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Cluster {
@@ -148,6 +160,11 @@ pub struct Cluster {
     /// them at once, each connection pinned to its own device; ends of two nodes are paired by subnet, else by order.
     /// Empty: rows use `address`, as the routing table says. Default empty.
     pub rails: Vec<IpAddr>,
+    /// What rows travel over: `auto`, `tcp` or `nixl`. NIXL is NVIDIA's library, looked for in vLLM's environment; with
+    /// it rows are read out of the other node's memory by RDMA. `auto` uses it when it is found and starts and every
+    /// rail has RDMA. `nixl` uses it over TCP too, where it opens ports that ask for no key, or refuses to start. Default
+    /// `auto`.
+    pub fabric: Carries,
     /// Token of a node to join, once. Later starts rejoin by the pinned key.
     pub join: String,
     /// Seconds without a word until a peer counts as gone. Default 3.
@@ -250,6 +267,7 @@ impl Default for Cluster {
         Self {
             address: "127.0.0.1".into(),
             rails: Vec::new(),
+            fabric: Carries::Auto,
             join: String::new(),
             silence_s: 3,
             serve_memory: Bytes::mib(256),

@@ -1,27 +1,17 @@
-//! What carries data connections: TCP between boxes, or memory inside one process for tests and the simulator.
+//! What carries data connections: TCP between boxes, with or without a library that reads memory, or memory inside one
+//! process for tests and the simulator.
 //!
 //! A rail is one connection along one [`Path`]. With TCP it is pinned: bound to its own address and, where the kernel
 //! allows, to the device that has it, on both sides (what a listener accepts inherits the device). So the bytes of a
 //! rail use its cable whatever the routing table says. Everything above sees a [`Stream`] and does not know which
 //! fabric it is; one conformance test (`conform.rs`) runs over all of them.
 //!
-//! ## What a one-sided fabric has to provide
+//! Where a library can read the other box's memory into a row ([`Remote`]: RDMA), streams carry the words alone, along
+//! the same paths and with the same tickets. The serving side says where a piece lies in its memory instead of sending
+//! it; it stays there until the fetching side says that it was read, or the connection ends. What cannot be read so, on
+//! either side, is sent over the stream after all.
 //!
-//! A fabric that reads a region of the other box's memory into a row (RDMA) is a further variant of [`Fabric`]. It
-//! uses streams for words, along the same paths and with the same tickets, and beside them:
-//!
-//! 1. *Register*, at start, the whole row area of the fetching side ([`crate::base::rows::Rows::whole`]) and the serving side's memory for
-//!    rows; a failure is an error that says what to change, and the fabric is then not used at all.
-//! 2. *Announce*: in place of a payload the serving side sends a head whose kind says that the piece lies in its
-//!    registered memory, with the region's description. The memory stays the piece's until the fetching side answers
-//!    that it has read it, or its connection ends.
-//! 3. *Read* a region into one piece of a row, given a rail, and say when no more of it can land. It must do so also
-//!    for a read that is given up: the gate of a piece (`piece.rs`) is then closed only after that word, or the
-//!    device's queue is torn down first. A stream needs no such word, because nothing writes but the reader itself.
-//! 4. *Fail* like a stream: a read that makes no progress ends with an error within the time that a silent stream
-//!    takes, so that its piece goes to another rail.
-//!
-//! Cutting, order, credit, shares, deadlines and checksums stay where they are, above the seam.
+//! Cutting, order, credit, shares, deadlines and checksums are above the seam.
 
 use std::collections::HashMap;
 use std::io;
@@ -36,6 +26,7 @@ use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
 
+use super::onesided::{Host, Remote};
 use super::path::{self, Local, Path};
 
 /// Bytes under way inside a memory connection, as a socket's buffers would hold them.
@@ -59,6 +50,15 @@ pub enum Fabric {
     /// Between boxes. The ends of this box's rails; none: connections leave as the routing table says.
     Tcp(Arc<[Local]>),
     Mem(MemNet),
+    /// Words over another fabric, bytes by reading the other box's memory.
+    OneSided(Arc<OneSided>),
+}
+
+/// A fabric that reads memory, and the one that carries its words.
+#[derive(Debug)]
+pub struct OneSided {
+    words: Fabric,
+    remote: Arc<dyn Remote>,
 }
 
 /// Addresses inside one process.
@@ -76,7 +76,15 @@ pub enum Stream {
 #[derive(Debug)]
 pub enum Listener {
     Tcp(TcpListener),
-    Mem { incoming: mpsc::Receiver<DuplexStream>, address: String },
+    Mem {
+        incoming: mpsc::Receiver<DuplexStream>,
+        address: String,
+    },
+    /// At an end whose memory peers read.
+    OneSided {
+        words: Box<Listener>,
+        host: Arc<dyn Host>,
+    },
 }
 
 impl Fabric {
@@ -89,19 +97,76 @@ impl Fabric {
         Ok(Self::Tcp(ends.into()))
     }
 
-    /// The ways from here to a box that has these addresses.
-    pub fn paths(&self, remotes: &[String]) -> Vec<Path> {
-        match self {
-            Self::Tcp(ends) => path::pair(ends, remotes),
-            Self::Mem(_) => path::pair(&[], remotes),
+    /// Bytes by `remote`, words over `words`.
+    pub fn one_sided(words: Self, remote: Arc<dyn Remote>) -> Self {
+        Self::OneSided(Arc::new(OneSided { words, remote }))
+    }
+
+    /// Starts whatever each end of this box needs to be read from. Blocks.
+    ///
+    /// # Errors
+    /// When one of them cannot be read from.
+    pub fn warm(&self) -> io::Result<()> {
+        let Some(remote) = self.remote() else { return Ok(()) };
+        match self.words() {
+            Self::Tcp(ends) if !ends.is_empty() => {
+                ends.iter().try_for_each(|end| remote.host(Some(end)).map(drop))
+            }
+            _ => remote.host(None).map(drop),
         }
     }
 
-    pub async fn listen(&self, address: &str) -> io::Result<Listener> {
+    /// For people: what rows travel over.
+    pub fn name(&self) -> String {
         match self {
-            Self::Tcp(ends) => {
-                let ip = address.parse::<SocketAddr>().ok();
-                match ip.and_then(|at| Some((at, ends.iter().find(|end| end.address == at.ip())?))) {
+            Self::Tcp(_) => "TCP".to_owned(),
+            Self::Mem(_) => "memory".to_owned(),
+            Self::OneSided(one) => one.remote.name(),
+        }
+    }
+
+    /// What reads other boxes' memory, where something does.
+    pub(super) fn remote(&self) -> Option<&Arc<dyn Remote>> {
+        match self {
+            Self::OneSided(one) => Some(&one.remote),
+            Self::Tcp(_) | Self::Mem(_) => None,
+        }
+    }
+
+    /// What carries words.
+    fn words(&self) -> &Self {
+        match self {
+            Self::OneSided(one) => &one.words,
+            words => words,
+        }
+    }
+
+    /// The ways from here to a box that has these addresses.
+    pub fn paths(&self, remotes: &[String]) -> Vec<Path> {
+        match self.words() {
+            Self::Tcp(ends) => path::pair(ends, remotes),
+            _ => path::pair(&[], remotes),
+        }
+    }
+
+    /// This box's end that has this address.
+    fn end_at(&self, address: &str) -> Option<(SocketAddr, &Local)> {
+        let at = address.parse::<SocketAddr>().ok()?;
+        let Self::Tcp(ends) = self.words() else { return None };
+        Some((at, ends.iter().find(|end| end.address == at.ip())?))
+    }
+
+    pub async fn listen(&self, address: &str) -> io::Result<Listener> {
+        let words = self.listen_for_words(address).await?;
+        let Some(remote) = self.remote() else { return Ok(words) };
+        let host = remote.host(self.end_at(address).map(|(_, end)| end))?;
+        Ok(Listener::OneSided { words: Box::new(words), host })
+    }
+
+    async fn listen_for_words(&self, address: &str) -> io::Result<Listener> {
+        match self.words() {
+            Self::Tcp(_) => {
+                match self.end_at(address) {
                     None => Ok(Listener::Tcp(TcpListener::bind(address).await?)),
                     Some((at, end)) => {
                         let socket = pinned(end)?;
@@ -121,11 +186,12 @@ impl Fabric {
                 net.insert(address.to_owned(), sender);
                 Ok(Listener::Mem { incoming, address: address.to_owned() })
             }
+            Self::OneSided(_) => Err(io::Error::other("words are not read out of memory")),
         }
     }
 
     pub async fn connect(&self, path: &Path) -> io::Result<Stream> {
-        match self {
+        match self.words() {
             Self::Tcp(_) => {
                 let stream = match &path.local {
                     None => TcpStream::connect(&path.remote).await?,
@@ -153,6 +219,7 @@ impl Fabric {
                 there.try_send(theirs).map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused))?;
                 Ok(Stream::Mem(ours))
             }
+            Self::OneSided(_) => Err(io::Error::other("words are not read out of memory")),
         }
     }
 }
@@ -182,7 +249,7 @@ fn tuned(stream: &TcpStream) -> io::Result<()> {
 impl Listener {
     /// The next connection, and from where; memory has one address. Cancel-safe.
     pub async fn accept(&mut self) -> io::Result<(Stream, IpAddr)> {
-        match self {
+        match self.words_mut() {
             Self::Tcp(listener) => {
                 let (stream, from) = listener.accept().await?;
                 tuned(&stream)?;
@@ -192,12 +259,29 @@ impl Listener {
                 let stream = incoming.recv().await.ok_or(io::ErrorKind::NotConnected)?;
                 Ok((Stream::Mem(stream), Ipv4Addr::LOCALHOST.into()))
             }
+            Self::OneSided { .. } => Err(io::Error::other("words are not read out of memory")),
+        }
+    }
+
+    fn words_mut(&mut self) -> &mut Self {
+        match self {
+            Self::OneSided { words, .. } => words,
+            words => words,
+        }
+    }
+
+    /// Whose memory peers read that come in here.
+    pub(super) fn host(&self) -> Option<Arc<dyn Host>> {
+        match self {
+            Self::OneSided { host, .. } => Some(host.clone()),
+            _ => None,
         }
     }
 
     /// Where it listens, with the port that was given for port 0.
     pub fn address(&self) -> io::Result<String> {
         match self {
+            Self::OneSided { words, .. } => words.address(),
             Self::Tcp(listener) => Ok(listener.local_addr()?.to_string()),
             Self::Mem { address, .. } => Ok(address.clone()),
         }

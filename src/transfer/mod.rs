@@ -14,6 +14,8 @@ mod arrival;
 #[cfg(test)]
 mod conform;
 mod fabric;
+pub mod nixl;
+mod onesided;
 mod pantry;
 mod path;
 mod piece;
@@ -30,6 +32,7 @@ use prometheus::{IntCounter, IntCounterVec, IntGauge};
 
 pub use arrival::Arrival;
 pub use fabric::{Fabric, Listener, MemNet, Stream};
+pub use onesided::{Engine, Host, Reader, Remote};
 pub use path::{Local, Path};
 pub use pool::{PIECE_BYTES, RailStatus};
 pub use probe::{Carried, PROBE_MOST, Probe, Way, probe};
@@ -94,6 +97,7 @@ pub struct Metrics {
     sent_rows: IntCounter,
     missing_rows: IntCounter,
     refused: IntCounter,
+    read_bytes: IntCounter,
     rails: IntGauge,
     rail_bytes: IntCounterVec,
     rail_errors: IntCounterVec,
@@ -126,6 +130,10 @@ impl Metrics {
                 "transfer_refused_connections_total",
                 "Data connections closed because their ticket or their requests were not in order.",
             ),
+            read_bytes: meter.counter(
+                "transfer_read_bytes_total",
+                "Of the bytes of rows received from other nodes, those that were read out of their memory.",
+            ),
             rails: meter.gauge("transfer_rails", "Data connections to other nodes that are up."),
             rail_bytes: meter.counters(
                 "transfer_rail_received_bytes_total",
@@ -145,6 +153,11 @@ impl Metrics {
         }
     }
 
+    /// Bytes of rows that were read out of other nodes' memory.
+    pub fn read_bytes(&self) -> u64 {
+        self.read_bytes.get()
+    }
+
     /// Bytes of rows that were received and sent since the start.
     pub fn moved_bytes(&self) -> u64 {
         self.received_bytes.get() + self.sent_bytes.get()
@@ -157,3 +170,5 @@ impl Metrics {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod twin;

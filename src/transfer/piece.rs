@@ -9,11 +9,15 @@
 //! two rails never write the same bytes. A row is taken when all its pieces are there and its checksum, made over
 //! what then lies in the row, is the one that was stored; nobody can write it at that time, because none of its
 //! pieces has a turn left.
+//!
+//! A read that a device carries out by itself cannot be stopped by a gate. It holds a [`Landing`] from before it is
+//! posted until the library says that no more of it can land. A piece has one at a time, whoever's turn it is, and a
+//! fetch ends only when none of its pieces has one ([`Fetch::landed`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -38,6 +42,10 @@ pub struct Fetch {
     settled: Notify,
     /// Bytes of rows, over all fetches of a peer, that the peer was told to read ahead and that are not settled.
     ahead: Arc<AtomicUsize>,
+    /// Reads that a device may still be writing, and who waits for their end: a thread, or a task.
+    landing: Mutex<usize>,
+    landed: Condvar,
+    landed_too: Notify,
 }
 
 /// The gates of one row. Locks are taken in this order: state, then parts.
@@ -62,6 +70,8 @@ struct Part {
     closed: bool,
     /// Counts who may write it: whoever has the newest number.
     turn: u32,
+    /// A device may be writing it.
+    landing: bool,
 }
 
 /// A piece of a row of a fetch.
@@ -70,6 +80,22 @@ pub struct Piece {
     pub fetch: Arc<Fetch>,
     pub row: usize,
     part: usize,
+}
+
+/// Leave to have a piece written by a device. Dropped when nothing more of it can land, and not before.
+#[derive(Debug)]
+pub struct Landing {
+    piece: Piece,
+}
+
+/// Whether a piece may be read into its row now.
+#[derive(Debug)]
+pub enum Land {
+    Now(Landing),
+    /// Another read of it has not ended.
+    Busy,
+    /// The gate was closed, or it is another rail's turn.
+    Late,
 }
 
 /// What the last byte of a piece made of its row.
@@ -124,6 +150,9 @@ impl Fetch {
             left: AtomicUsize::new(items.len()),
             settled: Notify::new(),
             ahead: ahead.clone(),
+            landing: Mutex::default(),
+            landed: Condvar::new(),
+            landed_too: Notify::new(),
         })
     }
 
@@ -175,6 +204,27 @@ impl Fetch {
             state.outcome.unwrap_or(Outcome::Failed)
         };
         self.gates.iter().map(outcome).collect()
+    }
+
+    /// Ends when no device writes any of the rows. After [`Fetch::close`] it stays so. Cancel-safe.
+    pub async fn landed(&self) {
+        loop {
+            let landed = self.landed_too.notified();
+            tokio::pin!(landed);
+            landed.as_mut().enable();
+            if *self.landing.lock() == 0 {
+                return;
+            }
+            landed.await;
+        }
+    }
+
+    /// As [`Fetch::landed`], for who cannot await: returns within the time that a read without progress is borne.
+    pub fn wait_landed(&self) {
+        let mut landing = self.landing.lock();
+        while *landing > 0 {
+            self.landed.wait(&mut landing);
+        }
     }
 
     /// Notes that the peer is told to read a row ahead. False: nobody waits for it.
@@ -297,6 +347,32 @@ impl Piece {
         Some(self.fetch.rows.fill_part(row, from, self.length() - offset, read))
     }
 
+    /// Leave to have the whole piece written by a device.
+    pub fn land(&self, turn: u32) -> Land {
+        let mut part = self.gate().lock();
+        let late = part.closed && !mutant::on(Mutant::LateWrite);
+        if late || part.turn != turn {
+            return Land::Late;
+        }
+        if part.landing && !mutant::on(Mutant::StaleRail) {
+            return Land::Busy;
+        }
+        part.landing = true;
+        *self.fetch.landing.lock() += 1;
+        Land::Now(Landing { piece: self.clone() })
+    }
+
+    pub fn rows(&self) -> &Arc<Rows> {
+        &self.fetch.rows
+    }
+
+    /// Writes it whatever the gate says, as a device does.
+    #[cfg(test)]
+    pub fn overwrite(&self, bytes: &[u8]) {
+        let row = self.item().row;
+        self.fetch.rows.fill_part(row, self.offset(), self.length(), |piece| piece.copy_from_slice(bytes));
+    }
+
     /// All bytes of the piece are there.
     pub fn end(&self, turn: u32) -> Ended {
         {
@@ -309,6 +385,32 @@ impl Piece {
         let mut state = self.fetch.gates[self.row].state.lock();
         state.parts_left -= 1;
         if state.parts_left == 0 { Ended::Row } else { Ended::Part }
+    }
+}
+
+impl Landing {
+    /// Address and length of the piece in its row, for a device. Good as long as this.
+    pub fn region(&self) -> (usize, usize) {
+        let row = self.piece.fetch.rows.address(self.piece.item().row) as usize;
+        (row + self.piece.offset(), self.piece.length())
+    }
+
+    #[cfg(test)]
+    pub fn piece(&self) -> &Piece {
+        &self.piece
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        self.piece.gate().lock().landing = false;
+        let fetch = &self.piece.fetch;
+        let mut landing = fetch.landing.lock();
+        *landing -= 1;
+        if *landing == 0 {
+            fetch.landed.notify_all();
+            fetch.landed_too.notify_waiters();
+        }
     }
 }
 
@@ -361,6 +463,34 @@ mod tests {
         piece.write(second, 0, |bytes| bytes.fill(2)).unwrap();
         assert_eq!(piece.end(second), Ended::Row);
         rows.look(0, |bytes| assert!(bytes.iter().all(|&b| b == 2)));
+    }
+
+    #[tokio::test]
+    async fn a_fetch_ends_when_no_device_writes_its_rows_and_a_piece_is_read_by_one_at_a_time() {
+        let rows = rows(1, 4096);
+        let fetch = fetch(&rows, 1, 4096);
+        let piece = fetch.pieces().next().unwrap();
+        let first = piece.begin().unwrap();
+        let Land::Now(landing) = piece.land(first) else { panic!("it is its turn") };
+        assert_eq!(landing.region(), (rows.address(0) as usize, 4096));
+        let second = piece.begin().unwrap();
+        assert!(matches!((piece.land(first), piece.land(second)), (Land::Late, Land::Busy)));
+        fetch.close();
+        assert!(matches!(piece.land(second), Land::Late));
+        {
+            let mut landed = std::pin::pin!(fetch.landed());
+            assert!(futures_util::poll!(&mut landed).is_pending());
+            // Whoever cannot await waits for the same word.
+            let waits = std::thread::spawn({
+                let fetch = fetch.clone();
+                move || fetch.wait_landed()
+            });
+            assert!(!waits.is_finished());
+            drop(landing);
+            landed.await;
+            waits.join().unwrap();
+        }
+        fetch.landed().await;
     }
 
     #[tokio::test]

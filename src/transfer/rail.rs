@@ -13,10 +13,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::onesided::Reader;
 use super::piece::{Ended, Fetch, Piece, Taken};
 use super::pool::{PIECE_BYTES, Pool, RailStatus};
 use super::probe::{self, Probe, Way};
@@ -44,6 +46,12 @@ const VERIFY_HERE: usize = 256 << 10;
 
 /// Time to open a connection on a local network: one lost packet is sent again after a second.
 const CONNECT_WAIT: Duration = Duration::from_millis(1_200);
+
+/// Time for a library to open its way to the other side's memory.
+const READER_WAIT: Duration = Duration::from_secs(10);
+
+/// After so many connections on which reads failed before one had worked, a rail goes on without reads.
+const FRUITLESS: u32 = 2;
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
@@ -160,11 +168,14 @@ impl Fetcher {
             self.metrics.failed(reason, fetch.fail_rest());
             self.pool.cancel(fetch);
         }
-        fetch.close()
+        let outcomes = fetch.close();
+        fetch.landed().await;
+        outcomes
     }
 }
 
-/// The side that waits for a fetch. However it ends, the gates are closed.
+/// The side that waits for a fetch. However it ends, the gates are closed and nothing lands any more. Dropped in the
+/// middle of reads of the peer's memory, it blocks until they have ended, which they do within a second.
 struct Waits<'a> {
     fetch: Arc<Fetch>,
     pool: &'a Pool,
@@ -177,6 +188,7 @@ impl Drop for Waits<'_> {
         if given_up {
             self.pool.cancel(&self.fetch);
         }
+        self.fetch.wait_landed();
     }
 }
 
@@ -194,20 +206,26 @@ impl Rail {
     async fn run(self, closed: &CancellationToken) {
         let path = self.pool.path(self.number).clone();
         let mut pause = BACKOFF_FIRST;
+        let mut fruitless = 0;
         loop {
             let opened = tokio::select! {
                 () = closed.cancelled() => break,
-                opened = open(&self.fabric, &path, self.ticket) => opened,
+                opened = self.open(&path, fruitless < FRUITLESS) => opened,
             };
             match opened {
-                Ok(stream) => {
+                Ok((stream, reader)) => {
                     pause = BACKOFF_FIRST;
                     self.pool.up(self.number);
-                    let mut line = Line::new(stream, self.number, &self.pool, &self.metrics);
+                    let mut line = Line::new(stream, self.number, &self.pool, &self.metrics, reader);
                     let error = tokio::select! {
                         () = closed.cancelled() => break,
                         error = line.serve(self.patience) => error,
                     };
+                    fruitless =
+                        if line.read_something { 0 } else { fruitless + u32::from(line.read_nothing) };
+                    if fruitless == FRUITLESS {
+                        tracing::warn!(rail = path.name, %error, "reads fail from the start: bytes are sent from now on");
+                    }
                     tracing::warn!(rail = path.name, to = path.remote, %error, "a rail went down");
                 }
                 Err(error) => {
@@ -222,6 +240,46 @@ impl Rail {
         }
         self.pool.down(self.number, true);
     }
+}
+
+impl Rail {
+    /// A connection, and where both sides can, the way to read the other one's memory.
+    async fn open(&self, path: &Path, read: bool) -> io::Result<(Stream, Option<Reader>)> {
+        let mut stream = open(&self.fabric, path, self.ticket).await?;
+        let Some(remote) = self.fabric.remote().filter(|_| read) else { return Ok((stream, None)) };
+        let card = tokio::time::timeout(CONNECT_WAIT, meet(&mut stream)).await??;
+        if card.is_empty() {
+            tracing::info!(
+                rail = path.name,
+                to = path.remote,
+                "its memory cannot be read there: bytes are sent"
+            );
+            return Ok((stream, None));
+        }
+        let reader = tokio::time::timeout(READER_WAIT, remote.reader(path, card)).await;
+        match reader.unwrap_or_else(|late| Err(late.into())) {
+            Ok(reader) => Ok((stream, Some(reader))),
+            Err(error) => {
+                let (rail, to) = (&path.name, &path.remote);
+                tracing::warn!(rail, to, %error, "memory of the other side cannot be read: bytes are sent");
+                Ok((stream, None))
+            }
+        }
+    }
+}
+
+/// Asks how the other side's memory is read.
+async fn meet(stream: &mut Stream) -> io::Result<Bytes> {
+    stream.write_all(&Ask::plain(Want::Meet, 0, 0, 0).encode()).await?;
+    let mut head = [0; HEAD];
+    stream.read_exact(&mut head).await?;
+    let head = Head::decode(&head).map_err(io::Error::other)?;
+    if head.kind != wire::Kind::Card {
+        return Err(io::Error::other("another answer than the one asked for"));
+    }
+    let mut card = vec![0; head.length as usize];
+    stream.read_exact(&mut card).await?;
+    Ok(card.into())
 }
 
 /// Opens a connection and shows the ticket, within [`CONNECT_WAIT`].
@@ -255,9 +313,22 @@ struct Payload {
     wanted: bool,
 }
 
+/// An answer whose turn it is to be booked after those before it: a piece that is being read out of the other side's
+/// memory, or one that did not come while such a read was under way.
+#[derive(Debug)]
+enum Behind {
+    Read(Expected),
+    Nothing,
+}
+
 /// An open connection and everything in flight on it.
 struct Line {
     stream: Stream,
+    reader: Option<Reader>,
+    behind: VecDeque<Behind>,
+    /// Whether a read of the other side's memory has worked, and whether one has failed.
+    read_something: bool,
+    read_nothing: bool,
     rail: usize,
     pool: Arc<Pool>,
     metrics: Metrics,
@@ -275,10 +346,14 @@ struct Line {
 }
 
 impl Line {
-    fn new(stream: Stream, rail: usize, pool: &Arc<Pool>, metrics: &Metrics) -> Self {
+    fn new(stream: Stream, rail: usize, pool: &Arc<Pool>, metrics: &Metrics, reader: Option<Reader>) -> Self {
         let now = Instant::now();
         Self {
             stream,
+            reader,
+            behind: VecDeque::new(),
+            read_something: false,
+            read_nothing: false,
             rail,
             pool: pool.clone(),
             metrics: metrics.clone(),
@@ -301,7 +376,7 @@ impl Line {
         loop {
             self.ask();
             let busy = self.is_busy();
-            let until = (self.heard + SILENCE).min(self.moved + patience);
+            let until = self.until(patience);
             let helps = !busy && pool.is_busy();
             let wake = if busy { until } else { Instant::now() + HELP };
             tokio::select! {
@@ -310,7 +385,7 @@ impl Line {
                 },
                 () = pool.rung(rail) => {}
                 () = tokio::time::sleep_until(wake), if busy || helps => {
-                    let until = (self.heard + SILENCE).min(self.moved + patience);
+                    let until = self.until(patience);
                     if busy && Instant::now() >= until {
                         return io::Error::new(io::ErrorKind::TimedOut, "no bytes came in time");
                     }
@@ -319,8 +394,15 @@ impl Line {
         }
     }
 
+    /// When this has been silent for too long. Reads of the other side's memory are watched by who carries them out.
+    fn until(&self, patience: Duration) -> Instant {
+        let patient = self.moved + patience;
+        let owed = !self.expected.is_empty() || self.payload.is_some();
+        if owed { patient.min(self.heard + SILENCE) } else { patient }
+    }
+
     fn is_busy(&self) -> bool {
-        !self.expected.is_empty() || self.payload.is_some()
+        !self.expected.is_empty() || self.payload.is_some() || !self.behind.is_empty()
     }
 
     /// Puts into words what is to be forgotten, what is wanted next, and what soon.
@@ -336,7 +418,9 @@ impl Line {
         }
         while let Some(given) = self.pool.pull(self.rail) {
             let (number, piece, turn) = (given.number, given.piece, given.begun);
-            let ask = word(Want::Pull, &piece.fetch, piece.row, number, piece.offset(), piece.length());
+            let reads = self.reader.as_mut().is_some_and(|reader| reader.takes(piece.rows()));
+            let want = if reads { Want::Read } else { Want::Pull };
+            let ask = word(want, &piece.fetch, piece.row, number, piece.offset(), piece.length());
             self.say(&ask);
             self.expected.push_back(Expected { number, piece, turn });
         }
@@ -351,7 +435,14 @@ impl Line {
         if let Poll::Ready(Err(error)) = self.poll_write(cx) {
             return Poll::Ready(Err(error));
         }
+        if !self.behind.is_empty() && self.poll_behind(cx)?.is_ready() {
+            return Poll::Ready(Ok(()));
+        }
         loop {
+            // The pieces before it are being read: their turn is first, and it waits in the socket.
+            if self.payload.is_some() && !self.behind.is_empty() {
+                return Poll::Pending;
+            }
             match self.payload.take() {
                 None => {
                     ready!(self.poll_head(cx))?;
@@ -391,6 +482,35 @@ impl Line {
         Poll::Ready(Ok(()))
     }
 
+    /// Books what has been read out of the other side's memory, and what came behind it. Ready when something was.
+    fn poll_behind(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let read = match self.behind.front() {
+            None => return Poll::Pending,
+            Some(Behind::Nothing) => false,
+            Some(Behind::Read(_)) => {
+                let Some(reader) = &mut self.reader else { return Poll::Pending };
+                let ended = ready!(reader.poll_ended(cx));
+                self.read_something |= matches!(ended, Ok(true));
+                self.read_nothing = ended.is_err();
+                ended?
+            }
+        };
+        self.heard = Instant::now();
+        self.moved = self.heard;
+        let Some(Behind::Read(expected)) = self.behind.pop_front() else {
+            self.pool.landed(self.rail);
+            return Poll::Ready(Ok(()));
+        };
+        self.say(&Ask::plain(Want::Taken, expected.piece.fetch.id, expected.number, 0));
+        let length = expected.piece.length();
+        if read {
+            self.pool.moved(self.rail, length as u64);
+            self.metrics.read_bytes.inc_by(length as u64);
+        }
+        self.finish(Payload { expected, length, got: length, wanted: read });
+        Poll::Ready(Ok(()))
+    }
+
     fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.head_got < HEAD {
             let into = &mut self.head[self.head_got..];
@@ -416,7 +536,7 @@ impl Line {
         }
         self.moved = self.heard;
         let reason = match head.kind {
-            wire::Kind::Piece => piece.check(head).err(),
+            wire::Kind::Piece | wire::Kind::Lies => piece.check(head).err(),
             wire::Kind::Missing => Some(Reason::Missing),
             // Cancelled pieces are somebody else's, or nobody's. Of the others the serving side says that their
             // patience is over.
@@ -428,11 +548,25 @@ impl Line {
             self.metrics.failed(reason, 1);
         }
         let expected = self.expected.pop_front().expect("it was in front");
-        if head.kind == wire::Kind::Piece {
-            self.payload =
-                Some(Payload { expected, length: head.length as usize, got: 0, wanted: reason.is_none() });
-        } else {
-            self.pool.landed(self.rail);
+        match (head.kind, &self.reader) {
+            (wire::Kind::Piece, _) => {
+                let length = head.length as usize;
+                self.payload = Some(Payload { expected, length, got: 0, wanted: reason.is_none() });
+            }
+            (wire::Kind::Lies, Some(reader)) if reason.is_none() => {
+                reader.read(&expected.piece, expected.turn, head.at);
+                self.behind.push_back(Behind::Read(expected));
+            }
+            _ => {
+                if head.kind == wire::Kind::Lies {
+                    self.say(&Ask::plain(Want::Taken, expected.piece.fetch.id, expected.number, 0));
+                }
+                if self.behind.is_empty() {
+                    self.pool.landed(self.rail);
+                } else {
+                    self.behind.push_back(Behind::Nothing);
+                }
+            }
         }
         Ok(())
     }

@@ -4,9 +4,10 @@
 //! is everything opened with it. Words are answered in their order; the rows lie in a [`Pantry`] that all connections
 //! share, so that each connection sends other pieces of the same row. While the next answer is not there, the
 //! connection says so at every [`wire::BEAT`]: the other side can tell a slow drive from a cable that was pulled.
-//! What was cancelled, or is over its patience, is answered without its bytes and not read for.
+//! What was cancelled, or is over its patience, is answered without its bytes and not read for. Where peers read this
+//! node's memory, a piece is lent instead of sent: its row stays until the peer says that it was taken.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +19,7 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::onesided::{Host, Lies};
 use super::pantry::{Pantry, Use};
 use super::wire::{self, ASK, Ask, BEAT, Head, PREAMBLE, Ticket, Want};
 use super::{Listener, Metrics, Shelf, Stream};
@@ -150,6 +152,7 @@ impl Server {
         let stopping = self.tasks.stopping();
         let doorway = Doorway::new(STRANGERS, STRANGERS_OF_ONE);
         let room = Arc::new(Semaphore::new(CONNECTIONS));
+        let host = listener.host();
         loop {
             let accepted = tokio::select! {
                 () = stopping.cancelled() => return,
@@ -169,10 +172,11 @@ impl Server {
                 continue;
             };
             let (server, stopping, room) = (self.clone(), stopping.clone(), room.clone());
+            let host = host.clone();
             self.tasks.spawn(Kind::Serving, "data connection", async move {
                 tokio::select! {
                     () = stopping.cancelled() => {}
-                    ended = server.converse(stream, guest, &room) => if let Err(error) = ended {
+                    ended = server.converse(stream, guest, &room, host) => if let Err(error) = ended {
                         tracing::debug!(%error, "a data connection ended");
                     },
                 }
@@ -180,7 +184,13 @@ impl Server {
         }
     }
 
-    async fn converse(&self, mut stream: Stream, guest: Guest, room: &Semaphore) -> io::Result<()> {
+    async fn converse(
+        &self,
+        mut stream: Stream,
+        guest: Guest,
+        room: &Semaphore,
+        host: Option<Arc<dyn Host>>,
+    ) -> io::Result<()> {
         let admitted = self.admit(&mut stream).await?;
         drop(guest);
         let (Some(session), Ok(_place)) = (admitted, room.try_acquire()) else {
@@ -189,11 +199,12 @@ impl Server {
         };
         stream.write_all(&[wire::ACCEPTED]).await?;
         let (from, to) = tokio::io::split(stream);
-        let desk = Desk::new(self, session.number);
+        let desk = Desk::new(self, session.number, host);
         tokio::select! {
             () = session.live.cancelled() => Err(io::Error::other("its control session is gone")),
             ended = desk.take_words(from) => ended,
             ended = desk.answer_all(to) => ended,
+            forgotten = desk.watch_lent() => Err(forgotten),
         }
     }
 
@@ -223,6 +234,17 @@ struct Desk<'a> {
     /// The first one is being answered.
     owed: Mutex<VecDeque<Owed>>,
     changed: Notify,
+    host: Option<Arc<dyn Host>>,
+    /// What the peer reads out of our memory, by the piece.
+    lent: Mutex<HashMap<u64, Lent>>,
+}
+
+/// A piece that the peer reads, until it says that it has.
+struct Lent {
+    _bytes: Bytes,
+    row: Use,
+    length: u32,
+    since: Instant,
 }
 
 impl Drop for Desk<'_> {
@@ -232,9 +254,36 @@ impl Drop for Desk<'_> {
 }
 
 impl<'a> Desk<'a> {
-    fn new(server: &'a Server, guest: u64) -> Self {
+    fn new(server: &'a Server, guest: u64, host: Option<Arc<dyn Host>>) -> Self {
         server.pantry.enter(guest);
-        Self { server, guest, owed: Mutex::default(), changed: Notify::new() }
+        let (owed, changed, lent) = (Mutex::default(), Notify::new(), Mutex::default());
+        Self { server, guest, owed, changed, host, lent }
+    }
+
+    /// Ends when the peer keeps a row for longer than it may.
+    async fn watch_lent(&self) -> io::Error {
+        let patience = self.server.patience;
+        loop {
+            tokio::time::sleep(patience / 4).await;
+            let oldest = self.lent.lock().values().map(|lent| lent.since).min();
+            if oldest.is_some_and(|since| since.elapsed() > patience) {
+                return io::Error::new(io::ErrorKind::TimedOut, "a row that was lent was not taken");
+            }
+        }
+    }
+
+    /// The peer has read a piece, or does not want it.
+    fn taken(&self, id: u64) {
+        if let Some(mut lent) = self.lent.lock().remove(&id) {
+            lent.row.sent(lent.length.into());
+        }
+    }
+
+    /// Puts a piece where the peer can read it, when it asked for that and there is room.
+    async fn lend(&self, ask: &Ask, piece: &[Bytes]) -> Option<Lies> {
+        let host = self.host.clone().filter(|_| ask.want == Want::Read)?;
+        let piece = piece.to_vec();
+        tokio::task::spawn_blocking(move || host.lend(&piece)).await.ok()?
     }
 
     async fn take_words(&self, mut from: ReadHalf<Stream>) -> io::Result<()> {
@@ -254,7 +303,8 @@ impl<'a> Desk<'a> {
                     swallow(&mut from, ask.length as usize, &mut sink).await?;
                     self.owe(ask).map_err(refuse)?;
                 }
-                Want::Pull | Want::Fill => self.owe(ask).map_err(refuse)?,
+                Want::Taken => self.taken(ask.id),
+                Want::Pull | Want::Fill | Want::Meet | Want::Read => self.owe(ask).map_err(refuse)?,
             }
         }
     }
@@ -294,6 +344,12 @@ impl<'a> Desk<'a> {
             };
             match ask.want {
                 Want::Fill => self.fill(&mut to, &ask).await?,
+                Want::Meet => {
+                    let card = self.host.as_ref().map_or_else(Bytes::new, |host| host.card());
+                    let length = u32::try_from(card.len()).map_err(io::Error::other)?;
+                    let head = Head { length, ..Head::bare(wire::Kind::Card, &ask) };
+                    self.send(&mut to, &head, vec![card]).await?;
+                }
                 Want::Sink => self.send(&mut to, &Head::bare(wire::Kind::Piece, &ask), Vec::new()).await?,
                 _ => self.answer(&mut to, &ask).await?,
             }
@@ -320,8 +376,17 @@ impl<'a> Desk<'a> {
                     length,
                     ..Head::bare(wire::Kind::Piece, ask)
                 };
-                self.send(to, &head, piece).await?;
-                row.sent(length.into());
+                if let Some(Lies { at, bytes }) = self.lend(ask, &piece).await {
+                    let lent = Lent { _bytes: bytes, row, length, since: Instant::now() };
+                    // Lent before it is said: the answer to what is said may come at once.
+                    if self.lent.lock().insert(ask.id, lent).is_some() {
+                        return Err(io::Error::other("a piece is asked for that was not taken before"));
+                    }
+                    self.send(to, &Head { kind: wire::Kind::Lies, at, ..head }, Vec::new()).await?;
+                } else {
+                    self.send(to, &head, piece).await?;
+                    row.sent(length.into());
+                }
                 metrics.sent_bytes.inc_by(length.into());
                 if offset + length == row_bytes {
                     metrics.sent_rows.inc();

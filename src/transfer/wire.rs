@@ -5,9 +5,9 @@
 //! server → client   accepted u8 (1)                                                             once; else it closes
 //! client → server   word u8 | fetch u64 | id u64 | space 36 | key 36 | row_bytes u32 | offset u32 | length u32
 //!                   | patience_ms u32 | for SINK: length bytes
-//! server → client   for every PULL, FILL and SINK, in the order asked:
+//! server → client   for every PULL, FILL, SINK, MEET and READ, in the order asked:
 //!                   kind u8 | id u64 | space 36 | key 36 | position u32 | row_bytes u32 | offset u32 | length u32
-//!                   | algorithm u8 | checksum u64 | crc64 of the head so far | for PIECE: length bytes
+//!                   | algorithm u8 | checksum u64 | at u64 | crc64 of the head so far | for PIECE, CARD: length bytes
 //! space = namespace 32 | rank u16 | ranks u16;   all little-endian but the group in a key
 //! ```
 //!
@@ -18,6 +18,9 @@
 //! | 3 CANCEL | nothing of this fetch is wanted any more; with an id, only that piece is not. No answer, but what was pulled is answered with GONE unless it is on its way |
 //! | 4 FILL | send `length` bytes of no meaning: what the rail carries from there to here |
 //! | 5 SINK | take `length` bytes of no meaning and say that they came: from here to there |
+//! | 6 MEET | say how this side reads memory of that one, where the fabric can |
+//! | 7 READ | as PULL, but the piece may be left in memory that this side reads |
+//! | 8 TAKEN | the piece of READ `id` was read or is not wanted: its memory is free. No answer |
 //!
 //! | kind | meaning |
 //! | --- | --- |
@@ -25,6 +28,8 @@
 //! | 2 MISSING | the row is not there |
 //! | 3 GONE | cancelled, or its patience is over |
 //! | 4 WAIT | the next answer is being read; the connection is alive. Comes at least every [`BEAT`], counts as no answer |
+//! | 5 CARD | what a reader needs to know of the serving side's memory follows; no bytes: it cannot be read |
+//! | 6 LIES | as PIECE, but its bytes lie `at` there until TAKEN, or the end of the connection |
 //!
 //! Answers come in the order of the words, so a receiver always knows into which piece the next byte belongs. The
 //! payload's checksum was made before the row was written to its drive and travels unchanged; the head has one of
@@ -37,7 +42,7 @@ use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowKey, Space};
 use crate::base::checksum::{CRC64_NVME, crc64};
 use crate::base::codec::{Malformed, Reader, Writer};
 
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 pub const TICKET: usize = 32;
 pub const PREAMBLE: usize = 4 + 2 + TICKET;
 pub const ACCEPTED: u8 = 1;
@@ -51,11 +56,14 @@ pub const MAX_ROW: u32 = 1 << 30;
 /// Most bytes of one FILL or SINK.
 pub const MAX_PROBE: u32 = 64 << 20;
 
+/// Most bytes of a CARD.
+pub const MAX_CARD: u32 = 1 << 20;
+
 /// Length of a word.
 pub const ASK: usize = 1 + 8 + 8 + SPACE + RowKey::LEN + 4 * 4;
 
 /// Length of an answer's head.
-pub const HEAD: usize = 1 + 8 + SPACE + RowKey::LEN + 4 * 4 + 1 + 8 + 8;
+pub const HEAD: usize = 1 + 8 + SPACE + RowKey::LEN + 4 * 4 + 1 + 8 + 8 + 8;
 
 /// Longest silence of a server that owes an answer.
 pub const BEAT: Duration = Duration::from_millis(100);
@@ -117,6 +125,9 @@ pub enum Want {
     Cancel,
     Fill,
     Sink,
+    Meet,
+    Read,
+    Taken,
 }
 
 /// One word of the fetching side.
@@ -154,6 +165,9 @@ impl Ask {
             Want::Cancel => 3,
             Want::Fill => 4,
             Want::Sink => 5,
+            Want::Meet => 6,
+            Want::Read => 7,
+            Want::Taken => 8,
         };
         w.u8(word).u64(self.fetch).u64(self.id);
         put_space(&mut w, &self.space);
@@ -173,6 +187,9 @@ impl Ask {
             3 => Want::Cancel,
             4 => Want::Fill,
             5 => Want::Sink,
+            6 => Want::Meet,
+            7 => Want::Read,
+            8 => Want::Taken,
             other => {
                 return Err(Malformed::Unknown { what: "word of a data connection", value: other.into() });
             }
@@ -190,15 +207,15 @@ impl Ask {
             Err(Malformed::TooMany { what, value: value.into(), limit: limit.into() })
         };
         match self.want {
-            Want::Cancel => Ok(()),
+            Want::Cancel | Want::Meet | Want::Taken => Ok(()),
             Want::Fill | Want::Sink if self.length > MAX_PROBE => {
                 over("bytes of a probe", self.length, MAX_PROBE)
             }
             Want::Fill | Want::Sink => Ok(()),
-            Want::Pull | Want::Ahead if self.row_bytes == 0 || self.row_bytes > MAX_ROW => {
+            Want::Pull | Want::Read | Want::Ahead if self.row_bytes == 0 || self.row_bytes > MAX_ROW => {
                 over("bytes of a row", self.row_bytes, MAX_ROW)
             }
-            Want::Pull | Want::Ahead => match self.offset.checked_add(self.length) {
+            Want::Pull | Want::Read | Want::Ahead => match self.offset.checked_add(self.length) {
                 Some(end) if end <= self.row_bytes => Ok(()),
                 _ => over("bytes of a piece", self.length, self.row_bytes),
             },
@@ -213,6 +230,8 @@ pub enum Kind {
     Missing,
     Gone,
     Wait,
+    Card,
+    Lies,
 }
 
 /// What precedes a piece, or stands for one that does not come.
@@ -229,6 +248,8 @@ pub struct Head {
     /// Of the piece.
     pub offset: u32,
     pub length: u32,
+    /// Where its bytes lie, for LIES.
+    pub at: u64,
 }
 
 /// Why a head was not understood.
@@ -244,7 +265,7 @@ impl Head {
     /// An answer without a payload.
     pub fn bare(kind: Kind, ask: &Ask) -> Self {
         let &Ask { id, space, key, .. } = ask;
-        Self { kind, id, space, key, position: 0, row_bytes: 0, checksum: 0, offset: 0, length: 0 }
+        Self { kind, id, space, key, position: 0, row_bytes: 0, checksum: 0, offset: 0, length: 0, at: 0 }
     }
 
     pub fn encode(&self) -> [u8; HEAD] {
@@ -254,6 +275,8 @@ impl Head {
             Kind::Missing => 2,
             Kind::Gone => 3,
             Kind::Wait => 4,
+            Kind::Card => 5,
+            Kind::Lies => 6,
         };
         w.u8(kind).u64(self.id);
         put_space(&mut w, &self.space);
@@ -262,7 +285,7 @@ impl Head {
             .u32(self.row_bytes)
             .u32(self.offset)
             .u32(self.length);
-        w.u8(CRC64_NVME).u64(self.checksum);
+        w.u8(CRC64_NVME).u64(self.checksum).u64(self.at);
         let crc = crc64(&[&w.0]);
         w.u64(crc);
         w.0.try_into().expect("HEAD counts exactly these fields")
@@ -279,20 +302,23 @@ impl Head {
             2 => Kind::Missing,
             3 => Kind::Gone,
             4 => Kind::Wait,
+            5 => Kind::Card,
+            6 => Kind::Lies,
             other => return Err(Malformed::Unknown { what: "kind of answer", value: other.into() }.into()),
         };
         let (id, space) = (r.u64()?, take_space(&mut r)?);
         let key = RowKey::from_bytes(&r.array()?);
         let (position, row_bytes, offset, length) = (r.u32()?, r.u32()?, r.u32()?, r.u32()?);
-        let (algorithm, checksum) = (r.u8()?, r.u64()?);
+        let (algorithm, checksum, at) = (r.u8()?, r.u64()?, r.u64()?);
         if algorithm != CRC64_NVME {
             return Err(Malformed::Unknown { what: "checksum algorithm", value: algorithm.into() }.into());
         }
-        if length > MAX_ROW {
-            let (value, limit) = (length.into(), MAX_ROW.into());
+        let limit = if kind == Kind::Card { MAX_CARD } else { MAX_ROW };
+        if length > limit {
+            let (value, limit) = (length.into(), limit.into());
             return Err(Malformed::TooMany { what: "bytes of a piece", value, limit }.into());
         }
-        Ok(Self { kind, id, space, key, position, row_bytes, checksum, offset, length })
+        Ok(Self { kind, id, space, key, position, row_bytes, checksum, offset, length, at })
     }
 }
 
@@ -310,7 +336,17 @@ mod tests {
 
     #[test]
     fn words_read_back() {
-        for want in [Want::Pull, Want::Ahead, Want::Cancel, Want::Fill, Want::Sink] {
+        let all = [
+            Want::Pull,
+            Want::Ahead,
+            Want::Cancel,
+            Want::Fill,
+            Want::Sink,
+            Want::Meet,
+            Want::Read,
+            Want::Taken,
+        ];
+        for want in all {
             assert_eq!(Ask::decode(&ask(want).encode()), Ok(ask(want)));
         }
     }
@@ -341,6 +377,7 @@ mod tests {
             checksum: 77,
             offset: 1,
             length: 2,
+            at: 3,
             ..bare
         };
         let bytes = head.encode();
@@ -350,7 +387,7 @@ mod tests {
             damaged[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(Head::decode(&damaged), Err(BadHead::Checksum), "bit {bit}");
         }
-        for kind in [Kind::Missing, Kind::Gone, Kind::Wait] {
+        for kind in [Kind::Missing, Kind::Gone, Kind::Wait, Kind::Card, Kind::Lies] {
             let other = Head { kind, ..bare };
             assert_eq!(Head::decode(&other.encode()), Ok(other));
         }
@@ -369,7 +406,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_reader_of_words_panic(bytes in proptest::array::uniform32(any::<u8>()), word in 0_u8..7) {
+        fn no_bytes_make_the_reader_of_words_panic(bytes in proptest::array::uniform32(any::<u8>()), word in 0_u8..10) {
             let mut frame = [0; ASK];
             for (n, byte) in frame.iter_mut().enumerate() {
                 *byte = bytes[n % 32];

@@ -9,10 +9,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::super::stats::Spread;
 use super::super::{Error, store};
-use super::{FabricOptions, FabricReport, FabricSeen, Host, MEMORY, Offer, PATIENCE, RailShare, part};
+use super::{
+    FabricOptions, FabricReport, FabricSeen, Host, MEMORY, Offer, PATIENCE, RailShare, fabric_of, part,
+};
 use crate::base::checksum::crc64;
 use crate::base::frame::Outcome;
 use crate::base::rows::Rows;
+use crate::base::units::Bytes;
 use crate::meter::Meter;
 use crate::tasks::Tasks;
 use crate::transfer::{Fabric, Fetcher, Metrics, Options, Path as Rail, Stream, TICKET, Ticket};
@@ -33,6 +36,7 @@ struct Guest<'a> {
     fabric: Fabric,
     raw_paths: Vec<Rail>,
     fetcher: Fetcher,
+    metrics: Metrics,
     /// The same memory in both spaces.
     memory: Arc<Rows>,
     drive: Arc<Rows>,
@@ -87,17 +91,27 @@ impl<'a> Guest<'a> {
         if offer.row_bytes == 0 || !offer.row_bytes.is_multiple_of(4096) || size > 64 << 30 {
             return Err(bad("rows of no possible size"));
         }
-        let fabric = Fabric::tcp(from)?;
+        // It serves nobody.
+        let fabric = fabric_of(options, from, Bytes::mib(1)).await?;
         let paths = fabric.paths(&offer.fabric);
         let set = Options { patience: PATIENCE, piece_bytes: options.piece_bytes };
-        let fetcher = Fetcher::along(&fabric, paths, ticket, set, &Metrics::new(&Meter::new()), tasks);
+        let metrics = Metrics::new(&Meter::new());
+        let fetcher = Fetcher::along(&fabric, paths, ticket, set, &metrics, tasks);
         let areas = store::areas(offer.rows, offer.row_bytes, [MEMORY, store::SPACE])?;
         let [memory, drive] = <[Arc<Rows>; 2]>::try_from(areas).expect("one per space");
         memory.populate()?;
         let raw_paths = fabric.paths(&offer.raw);
         store::fill(&memory);
         let sums = (0..memory.count()).map(|row| memory.look(row, |bytes| crc64(&[bytes]))).collect();
-        Ok(Self { options, offer, ticket, fabric, raw_paths, fetcher, memory, drive, sums })
+        Ok(Self { options, offer, ticket, fabric, raw_paths, fetcher, metrics, memory, drive, sums })
+    }
+
+    /// Bytes that were read out of the other side's memory, of all that came.
+    fn say_read(&self, say: &dyn Fn(&str)) {
+        if self.options.nixl.is_some() {
+            let (read, all) = (self.metrics.read_bytes() as f64, self.metrics.moved_bytes() as f64);
+            say(&format!("{}: {:.3} of all bytes were read", self.fabric.name(), read / all.max(1.0)));
+        }
     }
 
     async fn rounds(
@@ -141,6 +155,7 @@ impl<'a> Guest<'a> {
                 rail.reconnects
             ));
         }
+        self.say_read(say);
         Ok(self.report(&seen))
     }
 

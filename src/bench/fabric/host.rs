@@ -11,7 +11,7 @@ use futures_util::future::BoxFuture;
 
 use super::super::place::Place;
 use super::super::{Error, raw, store};
-use super::{FabricOptions, MEMORY, Offer, PATIENCE, part};
+use super::{FabricOptions, MEMORY, Offer, PATIENCE, fabric_of, part};
 use crate::base::block::{RowKey, Space};
 use crate::base::checksum::crc64;
 use crate::base::clock::Clock;
@@ -22,7 +22,7 @@ use crate::settings;
 use crate::store::{DiskKind, Store};
 use crate::tasks::{Kind, Tasks};
 use crate::transfer::{
-    Arrival, Fabric, Listener, Metrics, Record, Server, Shelf, Stream, TICKET, Ticket, Tickets, same_secret,
+    Arrival, Listener, Metrics, Record, Server, Shelf, Stream, TICKET, Ticket, Tickets, same_secret,
 };
 
 /// Operations in flight of the drive's ceiling: where `bench store` finds it on most drives.
@@ -71,10 +71,10 @@ impl Host {
             store: drive.as_ref().map(|d| d.store.clone()),
         });
         let ips: Vec<IpAddr> = at.iter().map(SocketAddr::ip).filter(|ip| !ip.is_loopback()).collect();
-        let fabric = Fabric::tcp(&ips)?;
+        let memory = settings::Cluster::default().serve_memory;
+        let fabric = fabric_of(options, &ips, memory).await?;
         let tickets = Tickets::default();
         let ticket = tickets.issue([0; 32], 1);
-        let memory = settings::Cluster::default().serve_memory;
         let server =
             Server::new(shelf.clone(), tickets, memory, PATIENCE, Metrics::new(&Meter::new()), &tasks);
         let (mut fabric_at, mut raw_at) = (Vec::new(), Vec::new());
