@@ -470,6 +470,10 @@ impl Work {
         let kind = |&(tokens, state): &(u32, bool)| Kind { tokens, state };
         self.judge.kinds.insert(rows.space, rows.kinds().iter().map(kind).collect());
         self.judge.changed();
+        let seals = self.parts.seals.clone();
+        if seals.encrypts() {
+            self.parts.hands.give(move || seals.warm(row));
+        }
         Ok(())
     }
 
@@ -730,11 +734,17 @@ impl Work {
         self.start_write(ticket, write, closed)
     }
 
+    /// Rows that are vouched for, or soon will be, and not written.
+    fn unwritten(&self) -> usize {
+        self.preparing.len() + self.ready.len() + self.writes_in_flight
+    }
+
     /// Keeps as many rows summed as the drive can take, and no more: they are summed late so that they fail early.
     fn prepare_writes(&mut self) {
         while let Some(next) = self.writes.front()
             && self.preparing.len() + self.ready.len()
                 < (PER_SLOT * self.parts.depth).min((AHEAD / next.rows.row_bytes()).max(AHEAD_FEWEST))
+            && self.parts.seals.may_close(self.unwritten(), next.rows.row_bytes())
         {
             let write = self.writes.pop_front().expect("looked at just now");
             self.with_hands += 1;
