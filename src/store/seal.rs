@@ -18,6 +18,7 @@ use ring::aead::{Aad, Nonce, Tag};
 use super::disk::{Body, Buffer};
 use super::format::{Bad, Entry, PAGE, Record, Seal, padded};
 use super::keys::Keys;
+use crate::base::block::Namespace;
 use crate::base::checksum::crc64;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
@@ -149,6 +150,32 @@ impl Seals {
     /// Whose keys there are.
     pub fn owners(&self) -> BTreeSet<String> {
         self.keys.as_ref().map(Keys::owners).unwrap_or_default()
+    }
+
+    /// # Errors
+    /// When there is no key of this owner.
+    pub fn knows(&self, owner: &str) -> Result<(), super::Error> {
+        let known = self.owners();
+        if known.contains(owner) {
+            return Ok(());
+        }
+        let known = known.into_iter().collect();
+        Err(super::Error::UnknownOwner { asked: owner.to_owned(), known })
+    }
+
+    /// Numbers of all keys.
+    pub fn numbers(&self) -> Vec<u32> {
+        self.keys.as_ref().map(Keys::numbers).unwrap_or_default()
+    }
+
+    /// Takes those of `numbers` out of use that are of no namespace in use. Gives which.
+    pub fn retire(&self, numbers: &BTreeSet<u32>, in_use: impl Fn(&Namespace) -> bool) -> Vec<u32> {
+        self.keys.as_ref().map_or(Vec::new(), |keys| keys.retire(numbers, in_use))
+    }
+
+    /// Takes them off the drive. Blocks.
+    pub fn destroy_retired(&self) -> std::io::Result<()> {
+        self.keys.as_ref().map_or(Ok(()), Keys::destroy_retired)
     }
 
     /// Destroys an owner's keys. Gives their numbers.
