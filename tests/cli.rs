@@ -113,17 +113,18 @@ fn config_check_says_what_this_machine_lacks_and_leaves_nothing_behind() {
     let root = root.to_str().unwrap();
     let file = folder.path().join("file");
     std::fs::write(&file, "").unwrap();
-    let under_file = file.join("root");
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap();
     // The port after ours is the engine's, so the one before may be the taken one's base.
     let taken_base = (taken.port() - 1).to_string();
     let (keys, empty) = (folder.path().join("keys"), format!("listen.api_keys_file={}", file.display()));
     let keys = format!("listen.api_keys_file={}", keys.display());
-    let (beside, taken) = (under_file.to_str().unwrap(), format!("{taken} is taken by another program"));
+    let taken = format!("{taken} is taken by another program");
+    // Nobody can make a folder there, not even root.
+    let beside = "/proc/spark-kv";
     for (words, said) in [
         (["--root", beside, "--port-base", &base], "node.root: the folder"),
-        (["--root", beside, "--port-base", &base], "cannot be made or written to: Not a directory"),
+        (["--root", beside, "--port-base", &base], "cannot be made or written to: No such file"),
         (["--root", root, "--port-base", &taken_base], &taken),
         (["--root", root, "--set", &keys], "listen.api_keys_file: failed to read the API keys"),
         (["--root", root, "--set", &empty], "holds no API key"),

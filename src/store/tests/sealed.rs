@@ -356,7 +356,10 @@ async fn keys_of_old_namespaces_go_with_their_last_row_and_those_in_use_stay() {
     assert_eq!(count(&get_each(&store, &rows, 0..5).await, Outcome::FromDrive), 5);
     store.close().await;
     let (store, opened) = bed.open(true);
-    assert_eq!((opened.rows, opened.unkeyed, opened.damaged), (6, 0, 0), "{opened:?}");
+    // The bytes of what left lie in the open segment still, for nobody.
+    assert_eq!((opened.rows, opened.damaged), (6, 0), "{opened:?}");
+    store.attach(&rows).await.unwrap();
+    assert_eq!(count(&get_each(&store, &rows, 0..5).await, Outcome::FromDrive), 5);
     store.close().await;
 }
 
