@@ -1,6 +1,7 @@
 //! The command line as scripts and people meet it: words, streams and exit codes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests: a test that cannot go on panics")]
 
+use std::net::TcpListener;
 use std::process::{Command, Output};
 
 use spark_kv::base::frame::Sources;
@@ -52,6 +53,7 @@ fn help_of_up_warns_that_arguments_are_visible() {
 
 #[test]
 fn every_kind_of_mistake_has_its_exit_code() {
+    let base = free_ports();
     let root = tempfile::tempdir().unwrap();
     let root = root.path().to_str().unwrap();
     for (words, code, said) in [
@@ -73,7 +75,7 @@ fn every_kind_of_mistake_has_its_exit_code() {
             "did you mean `store.capacity`?",
         ),
         (
-            vec!["config", "check", "--root", root, "--profile", "cpu-tiny"],
+            vec!["config", "check", "--root", root, "--profile", "cpu-tiny", "--port-base", &base],
             0,
             "the settings are fine (profile cpu-tiny",
         ),
@@ -93,6 +95,66 @@ fn every_kind_of_mistake_has_its_exit_code() {
         assert!(talk.contains(said), "{words:?}: {talk}");
         assert!(code == 0 || out.stdout.is_empty(), "{words:?} talks on stderr");
     }
+}
+
+/// The first of four neighbouring ports that nobody has.
+fn free_ports() -> String {
+    let is_free = |base: &u16| (0..4).all(|n| TcpListener::bind(("127.0.0.1", base + n)).is_ok());
+    // Each test process begins elsewhere.
+    let first = 20_000 + u16::try_from(std::process::id() % 5_000).unwrap() * 2;
+    (first..32_000).step_by(4).find(is_free).unwrap().to_string()
+}
+
+#[test]
+fn config_check_says_what_this_machine_lacks_and_leaves_nothing_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let (root, base) = (folder.path().join("root"), free_ports());
+    std::fs::create_dir(&root).unwrap();
+    let root = root.to_str().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap();
+    // The port after ours is the engine's, so the one before may be the taken one's base.
+    let taken_base = (taken.port() - 1).to_string();
+    let (keys, empty) = (folder.path().join("keys"), format!("listen.api_keys_file={}", file.display()));
+    let keys = format!("listen.api_keys_file={}", keys.display());
+    let taken = format!("{taken} is taken by another program");
+    // Nobody can make a folder there, not even root.
+    let beside = "/proc/spark-kv";
+    for (words, said) in [
+        (["--root", beside, "--port-base", &base], "node.root: the folder"),
+        (["--root", beside, "--port-base", &base], "cannot be made or written to: No such file"),
+        (["--root", root, "--port-base", &taken_base], &taken),
+        (["--root", root, "--set", &keys], "listen.api_keys_file: failed to read the API keys"),
+        (["--root", root, "--set", &empty], "holds no API key"),
+        (["--root", root, "--set", "cluster.address=192.0.2.1"], "cluster.address: 192.0.2.1:"),
+        (["--root", root, "--set", "cluster.address=192.0.2.1"], "is no address of this machine"),
+    ] {
+        let words = [&["config", "check", "--profile", "cpu-tiny"], &words[..]].concat();
+        let out = run(&words, &[]);
+        let talk = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(64), "{words:?}: {talk}");
+        assert!(talk.contains(said) && !talk.contains("are fine"), "{words:?}: {talk}");
+    }
+    assert_eq!(std::fs::read_dir(root).unwrap().count(), 0);
+    let out = run(&["config", "check", "--root", root, "--profile", "cpu-tiny", "--port-base", &base], &[]);
+    assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+    assert_eq!(std::fs::read_dir(root).unwrap().count(), 0);
+}
+
+#[test]
+fn a_node_without_its_folders_says_why_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("none");
+    let base = free_ports();
+    let words =
+        ["node", "--root", root.to_str().unwrap(), "--profile", "cpu-tiny", "--port-base", base.as_str()];
+    let out = run(&words, &[]);
+    let talk = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(78), "{talk}");
+    assert_eq!(talk.matches("No such file or directory").count(), 1, "{talk}");
+    assert!(talk.contains("error: failed to count up"), "{talk}");
 }
 
 #[test]
@@ -171,7 +233,7 @@ fn the_join_token_can_come_through_standard_input() {
 /// Answers one request with `body` and gives its address.
 fn answering(body: Vec<u8>) -> (String, std::thread::JoinHandle<String>) {
     use std::io::{Read, Write};
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let served = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
@@ -296,7 +358,7 @@ fn status_of_a_node_that_is_down_or_is_none_is_exit_code_2() {
     assert!(text(&out.stderr).contains("is just starting"), "{}", text(&out.stderr));
 
     // A port that was free a moment ago.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let out = run(&["status", "--url", &format!("http://{free}")], &[]);
     assert_eq!(out.status.code(), Some(2));
     assert!(text(&out.stderr).contains("no running node answers at"), "{}", text(&out.stderr));

@@ -97,6 +97,26 @@ fn an_operator_forgets_an_owner() {
     // Their bytes are there still, and nobody's.
     let left = told(&node, &["verify"], 0);
     assert!(left["unkeyed"] == rows && left["damaged"] == 0, "{left}");
+    refused(&node, &["forget", "--key", "bob"], 2, "no row is sealed for `bob`, nor for anybody else");
+}
+
+#[test]
+fn an_owner_is_forgotten_while_the_node_is_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = format!("{SETTINGS}encrypt = true\n");
+    let spec = Spec { name: "a", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(PATIENCE);
+    complete(&node, "mock", &words(3, 150), 2);
+    node.await_stored();
+    let rows = told(&node, &["ls"], 0)["rows"].as_u64().unwrap();
+    assert!(rows > 5, "{rows}");
+    node.stop();
+    let gone = told(&node, &["forget", "--key", ""], 0);
+    assert_eq!(gone, json!({"keys": 1, "rows": rows, "others": []}));
+    assert_eq!(told(&node, &["ls"], 0)["rows"], 0);
+    let left = told(&node, &["verify"], 0);
+    assert!(left["unkeyed"] == rows && left["damaged"] == 0, "{left}");
 }
 
 fn looks(node: &Node, short: &str, long: &str) {

@@ -1,10 +1,19 @@
 //! `config show` and `config check`: the settings in force, where each came from, and whether they will do.
+//!
+//! The check also looks at what only this machine can tell: whether the folders can be written to, the ports are free
+//! and the keys can be read. It leaves nothing behind. While a node of these settings runs, its ports are its own.
+
+use std::io::{self, ErrorKind};
+use std::net::TcpListener;
+use std::path::Path;
 
 use serde_json::json;
 
+use super::ask::Running;
 use super::out::{Exit, Out, Tint, say};
 use super::{Show, Start};
-use crate::settings::{Loaded, load};
+use crate::api::Keys;
+use crate::settings::{self, EngineKind, Loaded, Origin, Ports, Problem, load};
 
 pub(super) fn show(show: &Show) -> anyhow::Result<Exit> {
     let loaded = load(&show.start.inputs().with_environment())?;
@@ -66,6 +75,14 @@ fn split(key: &str) -> (&str, String) {
 pub(super) fn check(start: &Start) -> anyhow::Result<Exit> {
     let loaded = load(&start.inputs().with_environment())?;
     loaded.ready_to_start()?;
+    let found = [folders(&loaded), ports(&loaded), keys(&loaded)].concat();
+    if !found.is_empty() {
+        let problem = |(key, what): (&str, String)| {
+            let origin = loaded.origin(key).cloned().unwrap_or(Origin::Default);
+            Problem { origin, key: key.to_owned(), what }
+        };
+        return Err(settings::Error(found.into_iter().map(problem).collect()).into());
+    }
     let file = match &loaded.file {
         Some(path) => format!("file {}", path.display()),
         None => format!("no file at {}", loaded.places.settings_file.display()),
@@ -73,4 +90,66 @@ pub(super) fn check(start: &Start) -> anyhow::Result<Exit> {
     let profile = start.layers.profile.as_deref().unwrap_or("none");
     say(&format!("the settings are fine (profile {profile}, {file})"));
     Ok(Exit::Done)
+}
+
+/// A key, and why its value does not do on this machine.
+type Finding = (&'static str, String);
+
+fn folders(loaded: &Loaded) -> Vec<Finding> {
+    let places = &loaded.places;
+    let cannot = |path: &&std::path::PathBuf| {
+        let error = try_folder(path).err()?;
+        Some(("node.root", format!("the folder {} cannot be made or written to: {error}", path.display())))
+    };
+    [&places.state, &places.run, &places.log].iter().filter_map(cannot).collect()
+}
+
+/// Makes a folder in what of `path` is there already, and removes it.
+fn try_folder(path: &Path) -> io::Result<()> {
+    // A name that cannot be looked up is there for all that matters: making something in it fails with the reason.
+    let is_there =
+        |path: &&Path| !matches!(path.symlink_metadata(), Err(e) if e.kind() == ErrorKind::NotFound);
+    let there = path.ancestors().find(is_there).unwrap_or(Path::new("/"));
+    let probe = there.join(format!(".spark-kv-check-{}", std::process::id()));
+    std::fs::create_dir(&probe)?;
+    std::fs::remove_dir(&probe)
+}
+
+fn ports(loaded: &Loaded) -> Vec<Finding> {
+    if Running::find(&loaded.places.node_file()).is_ok_and(|running| running.answers()) {
+        return Vec::new();
+    }
+    let (listen, cluster) = (&loaded.settings.listen, &loaded.settings.cluster);
+    let ports = Ports::of(listen);
+    let at = |address: &str, port: u16| match address.contains(':') {
+        true => format!("[{address}]:{port}"),
+        false => format!("{address}:{port}"),
+    };
+    let mut wanted = vec![("listen.address", at(&listen.address, ports.public))];
+    if loaded.settings.engine.kind != EngineKind::Attached {
+        wanted.push(("listen.address", at("127.0.0.1", ports.engine)));
+    }
+    wanted.push(("cluster.address", at(&cluster.address, ports.control)));
+    let data = if cluster.rails.is_empty() { "cluster.address" } else { "cluster.rails" };
+    wanted.extend(cluster.data_addresses(ports.data).into_iter().map(|address| (data, address)));
+    let cannot = |(key, address): (&'static str, String)| {
+        let error = TcpListener::bind(&address).err()?;
+        Some(match error.kind() {
+            ErrorKind::AddrInUse => {
+                let what = format!("{address} is taken by another program: choose other ports, or end it");
+                ("listen.port", what)
+            }
+            ErrorKind::AddrNotAvailable => (key, format!("{address} is no address of this machine")),
+            _ => (key, format!("failed to listen on {address}: {error}")),
+        })
+    };
+    wanted.into_iter().filter_map(cannot).collect()
+}
+
+fn keys(loaded: &Loaded) -> Vec<Finding> {
+    let file = &loaded.settings.listen.api_keys_file;
+    if file.as_os_str().is_empty() {
+        return Vec::new();
+    }
+    Keys::read(file).err().map(|error| ("listen.api_keys_file", error.to_string())).into_iter().collect()
 }

@@ -96,6 +96,20 @@ pub(super) fn say(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
+/// An error and its causes, without those that the ones before have named.
+pub(super) fn whole(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text.push_str(": ");
+            text.push_str(&cause);
+        }
+    }
+    text
+}
+
 /// Says what failed and gives the exit code.
 pub(super) fn finish(outcome: anyhow::Result<Exit>) -> Exit {
     let error = match outcome {
@@ -111,7 +125,7 @@ pub(super) fn finish(outcome: anyhow::Result<Exit>) -> Exit {
         }
         return Exit::Usage;
     }
-    say(&format!("error: {error:#}"));
+    say(&format!("error: {}", whole(&error)));
     error.downcast_ref::<Told>().map_or(Exit::Failed, |told| told.exit)
 }
 
@@ -124,6 +138,13 @@ mod tests {
         let failed = |kind| finish(Err(io::Error::from(kind).into()));
         assert_eq!(failed(io::ErrorKind::BrokenPipe), Exit::Done);
         assert_eq!(failed(io::ErrorKind::StorageFull), Exit::Failed);
+        // A cause that is in the words already is not said again; one that is not, is.
+        let source = || io::Error::other("no room");
+        let error = crate::node::Error::Listen { address: "[::1]:1".into(), source: source() };
+        assert_eq!(whole(&error.into()), "failed to listen on [::1]:1: no room");
+        let folder = std::path::PathBuf::from("/f");
+        let error = crate::node::Error::Store(crate::store::Error::Folder { folder, source: source() });
+        assert_eq!(whole(&error.into()), "the store: failed to use the store's folder /f: no room");
         let told = Told { exit: Exit::NotFound, what: "no node".into() };
         assert_eq!(finish(Err(anyhow::Error::new(told).context("looking"))), Exit::NotFound);
     }

@@ -1,7 +1,7 @@
 //! `store`: what the operator does with the rows on the drive.
 //!
 //! Looking and verifying go through the node when one runs, and into its folder, under the folder's lock, when none
-//! does. Pins and drops are the running node's to keep.
+//! does. So does forgetting an owner. Pins and drops are the running node's to keep.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::api::desk::{By, Done, Forgot, Sheet, Which, Whose};
 use crate::base::clock::unix_seconds;
 use crate::observe::chains::PrefixUse;
 use crate::settings::load;
-use crate::store::{GroupUse, SegmentUse, Shut, ShutError, SpaceUse, Verification};
+use crate::store::{Error, Forgotten, GroupUse, SegmentUse, Shut, ShutError, SpaceUse, Verification};
 
 /// Between two words about how far a verification is.
 const WORD: Duration = Duration::from_secs(2);
@@ -37,7 +37,8 @@ pub(super) enum Verb {
     /// Take rows out for good, pinned ones too. Needs a running node.
     Drop(Name),
     /// Destroy the keys that rows of an API key are sealed under: nobody can read those rows any more. Rows that several
-    /// share are under the key of whoever computed them first. Needs a running node, and is to be said on each box.
+    /// share are under the key of whoever computed them first. To be said on each box; a node that does not run need not
+    /// be started for it.
     Forget(Forget),
 }
 
@@ -347,13 +348,24 @@ fn verify(look: &Look) -> anyhow::Result<Exit> {
 
 fn forget(whose: Forget) -> anyhow::Result<Exit> {
     let Forget { layers, key: owner, json } = whose;
-    let loaded = load(&layers.inputs().with_environment())?;
-    let running = Running::find(&loaded.places.node_file())?;
-    let answer = running.order_whole("/api/v1/store/forget", &serde_json::to_string(&Whose { owner })?)?;
-    let told: Forgot = serde_json::from_str(&answer).context("what the node says is not to be understood")?;
+    let (told, is_running) = match place(&layers)? {
+        Place::Running(running) => {
+            let whose = serde_json::to_string(&Whose { owner })?;
+            let answer = running.order_whole("/api/v1/store/forget", &whose)?;
+            let told = serde_json::from_str(&answer).context("what the node says is not to be understood")?;
+            (told, true)
+        }
+        Place::Shut(shut) => {
+            let Forgotten { keys, rows } = shut.forget_owner(&owner).map_err(|error| match error {
+                Error::UnknownOwner { .. } => not_found(error.to_string()),
+                error => error.into(),
+            })?;
+            (Forgot { keys, rows, others: Vec::new() }, false)
+        }
+    };
     let mut out = Out::new();
     if json {
-        out.line(&answer)?;
+        out.line(&serde_json::to_string(&told)?)?;
     } else {
         let Forgot { keys, rows, others } = told;
         out.line(&format!("{keys} keys destroyed; {rows} rows can be read by nobody any more"))?;
@@ -361,6 +373,9 @@ fn forget(whose: Forget) -> anyhow::Result<Exit> {
             let others: Vec<String> = others.iter().map(|name| clean(name)).collect();
             let what = format!("! {} has keys of its own: run this there too", others.join(", "));
             out.line(&out.tint(Tint::Warn, &what))?;
+        }
+        if !is_running {
+            out.line("no node runs here, so no others are known: if there are, run this there too")?;
         }
     }
     out.done()?;

@@ -157,6 +157,12 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         clock.clone(),
         &meter,
     );
+    let keys = match settings.listen.api_keys_file.as_os_str().is_empty() {
+        true => api::Keys::none(),
+        false => api::Keys::read(&settings.listen.api_keys_file)?,
+    };
+    let local_key = hex::encode(rand::random::<[u8; 16]>());
+    let keys = keys.with_local(&local_key);
     let door = local::Door::start(
         places.engine_socket(),
         store.clone(),
@@ -164,7 +170,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         local::Options {
             generation,
             fingerprint: fingerprint(),
-            owner_of: owner_of(router.clone()),
+            owner_of: owner_of(router.clone(), keys.required()),
             prefill_tokens_per_s: settings.engine.prefill_tokens_per_s,
             row_budget_percent: ROW_BUDGET_PERCENT,
             // Until the gate has a verdict, also for whoever uses the engine's own port.
@@ -175,12 +181,6 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         &meter,
     )
     .await?;
-    let keys = match settings.listen.api_keys_file.as_os_str().is_empty() {
-        true => api::Keys::none(),
-        false => api::Keys::read(&settings.listen.api_keys_file)?,
-    };
-    let local_key = hex::encode(rand::random::<[u8; 16]>());
-    let keys = keys.with_local(&local_key);
     let (judge, judged) = tokio::sync::watch::channel(gate::Judged::default());
     let parts = Parts {
         needs_key: keys.required(),
@@ -286,9 +286,13 @@ fn fingerprint() -> local::Fingerprint {
     })
 }
 
-/// Whose rows the engine stores: the router has seen the request's key.
-fn owner_of(router: Router) -> local::OwnerOf {
-    Arc::new(move |request: &str| router.owner_of(request))
+/// Whose rows the engine stores: the router has seen the request's key. Where nobody needs a key all rows are of one
+/// owner without a name, as are those of this node's own prompts.
+fn owner_of(router: Router, needs_key: bool) -> local::OwnerOf {
+    Arc::new(move |request: &str| {
+        let is_nobodys = || !needs_key || engine::is_own_request(request);
+        router.owner_of(request).or_else(|| is_nobodys().then(|| "".into()))
+    })
 }
 
 /// How the router reaches the engine of another node: over the cluster's encrypted streams.

@@ -63,8 +63,8 @@ impl Owners {
         }
     }
 
-    /// The owner of what the engine calls `internal`; an empty name when nobody knows of it, because it came without a
-    /// key or not through here. None: it is not clear.
+    /// The owner of what the engine calls `internal`; an empty name when it came without a key. None: several have this
+    /// id, or nobody knows of it any more, or it did not come through here.
     pub fn of(&self, internal: &str) -> Option<Arc<str>> {
         let mut found: Option<&Option<Arc<str>>> = None;
         // One of several answers to a request: `N_ID`.
@@ -78,7 +78,7 @@ impl Owners {
                 found = Some(&entry.owner);
             }
         }
-        found.map_or_else(|| Some("".into()), Clone::clone)
+        found.and_then(Clone::clone)
     }
 }
 
@@ -103,24 +103,25 @@ mod tests {
 
     #[test]
     fn the_engines_id_leads_to_the_owner_while_it_runs_and_after() {
-        let mut owners = owners(&[("chatcmpl-a", "ann"), ("cmpl-b", "bob"), ("resp_c", "cid")]);
+        let mut owners =
+            owners(&[("chatcmpl-a", "ann"), ("cmpl-b", "bob"), ("resp_c", "cid"), ("cmpl-n", "")]);
         for left in [false, true] {
             for (internal, owner) in [
                 ("chatcmpl-a-0a1b2c3d", "ann"),
+                ("cmpl-n-0-0a1b2c3d", ""),
                 ("chatcmpl-a", "ann"),
                 ("1_chatcmpl-a-0a1b2c3d", "ann"),
                 ("cmpl-b-7-0a1b2c3d", "bob"),
                 ("resp_c_0a1b2c3d", "cid"),
                 ("resp_c", "cid"),
-                // Not through here, or without a key.
-                ("chatcmpl-z-0a1b2c3d", ""),
-                ("chatcmpl-ab-0a1b2c3d", ""),
-                ("chatcmpl-a-1-2-0a1b2c3d", ""),
-                ("", ""),
             ] {
                 assert_eq!(owners.of(internal).as_deref(), Some(owner), "{internal}, left: {left}");
             }
-            ["chatcmpl-a", "cmpl-b", "resp_c"].iter().for_each(|id| owners.leave(id));
+            // Not through here.
+            for internal in ["chatcmpl-z-0a1b2c3d", "chatcmpl-ab-0a1b2c3d", "chatcmpl-a-1-2-0a1b2c3d", ""] {
+                assert_eq!(owners.of(internal), None, "{internal}, left: {left}");
+            }
+            ["chatcmpl-a", "cmpl-b", "resp_c", "cmpl-n"].iter().for_each(|id| owners.leave(id));
         }
     }
 
@@ -148,7 +149,7 @@ mod tests {
         }
         assert_eq!(owners.known.len(), ENDED_MAX + 1);
         assert_eq!(owners.of("long").as_deref(), Some("ann"));
-        assert_eq!(owners.of("chatcmpl-5").as_deref(), Some(""));
+        assert_eq!(owners.of("chatcmpl-5"), None, "guessing would put it under somebody's key");
         let last = format!("chatcmpl-{}-0a1b2c3d", 3 * ENDED_MAX - 1);
         assert_eq!(owners.of(&last).as_deref(), Some("bob"));
         // One id again and again takes no more room either.

@@ -141,7 +141,7 @@ impl Disk {
                 });
             }
             Self::Mem { mem, on_done } => {
-                let mut op = op;
+                let Some(mut op) = mem.hold_up(op, on_done) else { return };
                 let result = mem.perform(&mut op);
                 on_done(Done { op, result });
             }

@@ -74,8 +74,8 @@ pub struct Sequence(pub u64);
 pub enum Bad {
     #[error("not one of our files")]
     Magic,
-    #[error("format version {0}, this program reads up to {VERSION}")]
-    Version(u16),
+    #[error("format version {found}, this program reads up to {known}")]
+    Version { found: u16, known: u16 },
     #[error("the checksum does not match")]
     Checksum,
     #[error("it belongs to another store")]
@@ -88,6 +88,8 @@ pub enum Bad {
     Released,
     #[error("its seal is broken")]
     Seal,
+    #[error("its name is another key's")]
+    OtherKey,
     #[error("its key is not here")]
     NoKey,
     #[error("{0} leaves its bounds")]
@@ -140,19 +142,25 @@ fn begin(magic: &[u8; 8], version: u16) -> Writer {
     w
 }
 
+/// Checks magic and version, of which all up to `known` are read, and gives what follows.
+pub fn begun<'a>(bytes: &'a [u8], magic: &[u8; 8], known: u16) -> Result<Reader<'a>, Bad> {
+    let mut r = Reader::new(bytes);
+    if r.bytes(8)? != magic {
+        return Err(Bad::Magic);
+    }
+    let found = r.u16()?;
+    if found == 0 || found > known {
+        return Err(Bad::Version { found, known });
+    }
+    Ok(r)
+}
+
 /// Checks magic, version and checksum, in that order, and gives the fields.
 fn fields<'a>(page: &'a [u8], magic: &[u8; 8]) -> Result<Reader<'a>, Bad> {
     let Some((body, sum)) = page.get(..PAGE).and_then(|p| p.split_last_chunk::<8>()) else {
         return Err(Malformed::Short { wanted: PAGE, left: page.len() }.into());
     };
-    let mut r = Reader::new(body);
-    if r.bytes(8)? != magic {
-        return Err(Bad::Magic);
-    }
-    let version = r.u16()?;
-    if version == 0 || version > VERSION {
-        return Err(Bad::Version(version));
-    }
+    let r = begun(body, magic, VERSION)?;
     if crc64(&[body]) != u64::from_le_bytes(*sum) {
         return Err(Bad::Checksum);
     }
@@ -541,7 +549,7 @@ mod tests {
     fn another_version_is_told_from_damage() {
         let mut page = HEAD_OF_7.encode();
         page[8] = 3;
-        assert_eq!(Head::decode(&page), Err(Bad::Version(3)));
+        assert_eq!(Head::decode(&page), Err(Bad::Version { found: 3, known: VERSION }));
         assert_eq!(Identity { store: STORE }.encode()[8], 1, "an older program still knows the store");
     }
 

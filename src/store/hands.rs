@@ -1,7 +1,7 @@
 //! A few threads that do what must not hold up the loop: checksums, making and removing files, plain I/O.
 //!
 //! The queue has no number of its own: every job belongs to an operation that the loop already counts against its
-//! depth. Without threads ([`Hands::inline`]) a job runs where it is given, which is what makes the memory disk's
+//! depth. Without threads ([`Hands::of`]) a job runs where it is given, which is what makes the memory disk's
 //! order of operations the same in every run.
 
 use std::collections::VecDeque;
@@ -10,13 +10,17 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex};
 
-type Job = Box<dyn FnOnce() + Send>;
+use super::mem::Mem;
+
+pub type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads with one queue. They end, after what is queued, when this is dropped.
 #[derive(Debug)]
 pub struct Hands {
     /// `None`: jobs run where they are given.
     queue: Option<Arc<Queue>>,
+    /// Whose jobs a test may hold up, then.
+    of: Option<Mem>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -82,17 +86,26 @@ impl Hands {
                 })
             })
             .collect::<std::io::Result<_>>()?;
-        Ok(Self { queue: Some(queue), threads })
+        Ok(Self { queue: Some(queue), of: None, threads })
     }
 
+    #[cfg(test)]
     pub fn inline() -> Self {
-        Self { queue: None, threads: Vec::new() }
+        Self { queue: None, of: None, threads: Vec::new() }
+    }
+
+    /// Jobs run where they are given, unless this drive holds them up.
+    pub fn of(mem: Mem) -> Self {
+        Self { queue: None, of: Some(mem), threads: Vec::new() }
     }
 
     pub fn give(&self, job: impl FnOnce() + Send + 'static) {
         match &self.queue {
             Some(queue) => queue.push(Box::new(job)),
-            None => job(),
+            None => match &self.of {
+                Some(mem) => mem.do_job(Box::new(job)),
+                None => job(),
+            },
         }
     }
 }

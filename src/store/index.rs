@@ -180,6 +180,9 @@ pub struct Index {
     chains: BTreeMap<Sequence, Chain>,
     /// Segments whose last row has left since somebody asked.
     vacated: Vec<Sequence>,
+    /// Rows under each key, and keys whose last row has left since somebody asked.
+    sealed: HashMap<u32, u64>,
+    unused: Vec<u32>,
     listeners: HashMap<Space, broadcast::Sender<Change>>,
 }
 
@@ -219,6 +222,7 @@ impl Index {
     pub fn add_with(&mut self, space: Space, key: RowKey, place: Place, heat: Heat) {
         let number = self.spaces.number(space);
         self.spaces.count(number, place.length);
+        self.seal(place.seal);
         let hash = self.hasher.hash(number, &key);
         let Self { rows, hasher, table, .. } = self;
         let same = |&at: &u32| {
@@ -228,6 +232,7 @@ impl Index {
         if let Some(&at) = table.find(hash, same) {
             let old = self.unchain(at);
             self.spaces.discount(number, old.length);
+            self.unseal(old.seal);
             self.rows.get_mut(at).place = place;
             self.chain(at);
         } else {
@@ -358,6 +363,16 @@ impl Index {
         self.chains.get(&sequence).map_or(0, |chain| chain.bytes)
     }
 
+    /// Whether a row is sealed under this key.
+    pub fn needs_key(&self, key: u32) -> bool {
+        self.sealed.contains_key(&key)
+    }
+
+    /// Keys whose last row has left since this was asked last. Some may have got one again.
+    pub fn take_unused_keys(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.unused)
+    }
+
     /// Segments whose last row has left since this was asked last. Some may have got one again.
     pub fn take_vacated(&mut self) -> Vec<Sequence> {
         std::mem::take(&mut self.vacated)
@@ -398,6 +413,23 @@ impl Index {
         (row.before, row.after) = (before, NONE);
     }
 
+    /// Counts a row under a key; 0 is none.
+    fn seal(&mut self, key: u32) {
+        if key != 0 {
+            *self.sealed.entry(key).or_default() += 1;
+        }
+    }
+
+    fn unseal(&mut self, key: u32) {
+        if let Some(rows) = self.sealed.get_mut(&key) {
+            *rows -= 1;
+            if *rows == 0 {
+                self.sealed.remove(&key);
+                self.unused.push(key);
+            }
+        }
+    }
+
     /// Takes a row out of its segment's chain, and gives where it was.
     fn unchain(&mut self, at: u32) -> Place {
         let &Row { place, before, after, .. } = self.rows.get(at);
@@ -431,6 +463,7 @@ impl Index {
         entry.expect("every row is in the table").remove();
         let space = self.spaces.of(number);
         self.spaces.discount(number, place.length);
+        self.unseal(place.seal);
         self.rows.remove(at);
         Change { space, key, position: place.position, kind: ChangeKind::Removed }
     }

@@ -4,7 +4,10 @@
 //! A key belongs to an owner (the name of an API key; none for requests without one) and to a namespace. It is durable
 //! before the first row is sealed under it. Nonces are random, so a key may seal 2^32 rows before two of them meet with
 //! a chance of one in 2^33 (NIST SP 800-38D §8.3 allows as many); uses are counted ahead in steps of [`STEP`], and a
-//! new key takes over at [`USES`], sixteen times earlier. Keys stay until they are forgotten, because rows need them.
+//! new key takes over at [`USES`], sixteen times earlier. Keys stay while rows need them. Once the last
+//! row under one has left and no engine of its namespace is here, it goes too ([`Keys::retire`]): rows first, then the
+//! key, so that a cut between the two leaves a key too many, which a later start finds, and never a row without its key.
+//! A row whose room could not be given back yet may be found again by a start; without its key it is passed over.
 //!
 //! ```text
 //! folder/<number of the key, 8 hex digits>.key, never moved or rewritten but for its end:
@@ -28,10 +31,11 @@ use parking_lot::{Mutex, RwLock};
 use ring::aead::{AES_256_GCM, LessSafeKey, UnboundKey};
 
 use super::folder::UNFINISHED;
+use super::format::{Bad, begun};
 use crate::base::block::Namespace;
 use crate::base::checksum::crc64;
 use crate::base::clock::unix_seconds;
-use crate::base::codec::{Malformed, Reader, Writer};
+use crate::base::codec::{Reader, Writer};
 
 /// Uses after which a new key takes over.
 const USES: u64 = 1 << 28;
@@ -52,21 +56,6 @@ const END: usize = 16;
 const FILE_MAX: usize = 8 + 2 + 4 + 32 + 8 + 32 + 2 + OWNER_MAX + 8 + END;
 
 const SUFFIX: &str = ".key";
-
-/// Why a key's file is not believed.
-#[derive(Debug, thiserror::Error)]
-enum Bad {
-    #[error("not a key's file")]
-    Magic,
-    #[error("format version {0}, this program reads {VERSION}")]
-    Version(u16),
-    #[error("the checksum does not match")]
-    Checksum,
-    #[error("its name is another key's")]
-    OtherKey,
-    #[error(transparent)]
-    Malformed(#[from] Malformed),
-}
 
 /// One key.
 #[derive(Debug)]
@@ -94,7 +83,7 @@ struct Table {
     keys: HashMap<u32, Arc<Key>>,
     /// The newest of each owner and namespace.
     newest: HashMap<(Arc<str>, Namespace), Arc<Key>>,
-    /// Whose keys were forgotten and are on the drive still, because it failed.
+    /// Whose keys are gone from here and on the drive still: it failed, or has not been told yet.
     doomed: HashMap<u32, Arc<str>>,
 }
 
@@ -105,6 +94,14 @@ impl Table {
             *newest = key.clone();
         }
         self.keys.insert(key.number, key);
+    }
+
+    /// Nothing is sealed or opened under these keys any more. Gives their numbers.
+    fn doom(&mut self, which: impl Fn(&Key) -> bool) -> Vec<u32> {
+        let gone: Vec<_> = self.keys.extract_if(|_, key| which(key)).collect();
+        self.newest.retain(|_, key| !which(key));
+        self.doomed.extend(gone.iter().map(|(number, key)| (*number, key.owner.clone())));
+        gone.into_iter().map(|(number, _)| number).collect()
     }
 }
 
@@ -259,13 +256,34 @@ impl Keys {
         let _files = self.files.lock();
         let numbers: Vec<u32> = {
             let mut table = self.table.write();
-            table.newest.retain(|(name, _), _| &**name != owner);
-            let gone: Vec<_> = table.keys.extract_if(|_, key| &*key.owner == owner).collect();
-            table.doomed.extend(gone.into_iter().map(|(number, key)| (number, key.owner.clone())));
+            table.doom(|key| &*key.owner == owner);
             table.doomed.iter().filter(|(_, name)| &***name == owner).map(|(&number, _)| number).collect()
         };
+        let outcome = self.destroy(&numbers);
+        (numbers, outcome)
+    }
+
+    /// Numbers of all keys.
+    pub fn numbers(&self) -> Vec<u32> {
+        self.table.read().keys.keys().copied().collect()
+    }
+
+    /// Takes those of `numbers` out of memory that are of no namespace in use. [`Self::destroy_retired`] does the rest.
+    pub fn retire(&self, numbers: &BTreeSet<u32>, in_use: impl Fn(&Namespace) -> bool) -> Vec<u32> {
+        self.table.write().doom(|key| numbers.contains(&key.number) && !in_use(&key.namespace))
+    }
+
+    /// Takes every key off the drive that is out of memory. Blocks.
+    pub fn destroy_retired(&self) -> io::Result<()> {
+        let _files = self.files.lock();
+        let numbers: Vec<u32> = self.table.read().doomed.keys().copied().collect();
+        self.destroy(&numbers)
+    }
+
+    /// Destroys these files and makes that durable. Goes on after a failure, and tells the first.
+    fn destroy(&self, numbers: &[u32]) -> io::Result<()> {
         let mut outcome = Ok(());
-        for &number in &numbers {
+        for &number in numbers {
             match destroy(&self.path(number)) {
                 Ok(()) => drop(self.table.write().doomed.remove(&number)),
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -274,7 +292,7 @@ impl Keys {
         if !numbers.is_empty() {
             outcome = outcome.and_then(|()| File::open(&self.folder)?.sync_all());
         }
-        (numbers, outcome)
+        outcome
     }
 }
 
@@ -327,14 +345,7 @@ fn read(path: &Path, number: u32) -> Result<Key, String> {
 }
 
 fn decode(bytes: &[u8], number: u32) -> Result<Key, Bad> {
-    let mut r = Reader::new(bytes);
-    if r.bytes(8)? != MAGIC {
-        return Err(Bad::Magic);
-    }
-    let version = r.u16()?;
-    if version != VERSION {
-        return Err(Bad::Version(version));
-    }
+    let mut r = begun(bytes, MAGIC, VERSION)?;
     let (found, namespace, made) = (r.u32()?, Namespace(r.array()?), r.u64()?);
     let mut secret: [u8; 32] = r.array()?;
     let owner: Arc<str> = r.text("owner")?.into();

@@ -20,7 +20,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::format::{Bad, PAGE, PAGE64, Sequence, padded, record_bytes};
+use super::format::{Bad, PAGE, PAGE64, Sequence, begun, padded, record_bytes};
 use super::index::Place;
 use crate::base::block::{Namespace, Rank, RowKey, Space};
 use crate::base::checksum::crc64;
@@ -217,14 +217,7 @@ impl Marks {
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self, Bad> {
-        let mut r = Reader::new(bytes);
-        if r.bytes(8)? != MAGIC {
-            return Err(Bad::Magic);
-        }
-        let version = r.u16()?;
-        if version != VERSION {
-            return Err(Bad::Version(version));
-        }
+        let mut r = begun(bytes, MAGIC, VERSION)?;
         let length = r.u32()? as usize;
         let Some((body, sum)) = bytes.split_at_checked(length).filter(|_| length >= FIXED - 8) else {
             return Err(Malformed::Short { wanted: length, left: bytes.len() }.into());

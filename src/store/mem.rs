@@ -5,7 +5,7 @@
 //! done to the live image, reported as failed, and so is everything after it. [`Mem::after_cut`] then gives the drive
 //! that the next start would find. Reads are counted apart, because only [`Mem::break_at`] fails them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Error, ErrorKind};
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,9 +13,10 @@ use std::sync::Arc;
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
-use super::disk::{Buffer, Found, Handle, Op, Verb};
+use super::disk::{Buffer, Done, Found, Handle, OnDone, Op, Verb};
 use super::folder::UNFINISHED;
 use super::format::PAGE;
+use super::hands::Job;
 
 /// What a cut leaves of what was written but not made durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,6 +180,23 @@ struct State {
     /// It has no holes.
     solid: bool,
     open: bool,
+    held: Held,
+}
+
+/// What waits for a test's word, in the order in which it came.
+#[derive(Default)]
+struct Held {
+    /// Whether operations, and jobs, are held up.
+    ops: bool,
+    jobs: bool,
+    waiting: VecDeque<(Op, OnDone)>,
+    jobs_waiting: VecDeque<Job>,
+}
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Held({}, {})", self.waiting.len(), self.jobs_waiting.len())
+    }
 }
 
 /// The drive. Clones are the same drive.
@@ -538,6 +556,77 @@ impl Mem {
         let len = buffer.len().min(live.len() - start);
         buffer[..len].copy_from_slice(&live[start..start + len]);
         Ok(len)
+    }
+
+    /// From now on operations wait until they are let go, as those of a slow drive do.
+    pub fn hold_ops(&self) {
+        self.0.lock().held.ops = true;
+    }
+
+    /// From now on what threads would do beside the loop waits until it is let go.
+    pub fn hold_jobs(&self) {
+        self.0.lock().held.jobs = true;
+    }
+
+    /// What the operations that wait are, and where they begin, in the order in which they were begun.
+    pub fn held_ops(&self) -> Vec<(Verb, u64)> {
+        self.0.lock().held.waiting.iter().map(|(op, _)| (op.verb, op.offset)).collect()
+    }
+
+    pub fn held_jobs(&self) -> usize {
+        self.0.lock().held.jobs_waiting.len()
+    }
+
+    /// Does the first `count` operations that wait.
+    pub fn let_ops_go(&self, count: usize) {
+        for _ in 0..count {
+            let next = self.0.lock().held.waiting.pop_front();
+            let Some((mut op, on_done)) = next else { return };
+            let result = self.perform(&mut op);
+            on_done(Done { op, result });
+        }
+    }
+
+    /// Does the first `count` jobs that wait.
+    pub fn let_jobs_go(&self, count: usize) {
+        for _ in 0..count {
+            let next = self.0.lock().held.jobs_waiting.pop_front();
+            let Some(job) = next else { return };
+            job();
+        }
+    }
+
+    /// Holds nothing up any more, and does what waits.
+    pub fn let_go(&self) {
+        let waiting = {
+            let held = &mut self.0.lock().held;
+            (held.ops, held.jobs) = (false, false);
+            (held.waiting.len(), held.jobs_waiting.len())
+        };
+        self.let_ops_go(waiting.0);
+        self.let_jobs_go(waiting.1);
+    }
+
+    /// Takes an operation that has to wait; gives it back when it has not.
+    pub fn hold_up(&self, op: Op, on_done: &OnDone) -> Option<Op> {
+        let held = &mut self.0.lock().held;
+        if !held.ops {
+            return Some(op);
+        }
+        held.waiting.push_back((op, on_done.clone()));
+        None
+    }
+
+    /// Does a job, or holds it up.
+    pub fn do_job(&self, job: Job) {
+        {
+            let held = &mut self.0.lock().held;
+            if held.jobs {
+                held.jobs_waiting.push_back(job);
+                return;
+            }
+        }
+        job();
     }
 
     /// Does one operation of a disk.

@@ -48,7 +48,7 @@ mod worth;
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -391,6 +391,7 @@ impl Store {
             seals: seals.clone(),
         });
         let io = disk.name();
+        let unused_keys = unused_keys(&seals, &mut shared.index.lock(), &opened);
         let work = Work::new(work::Parts {
             shared: shared.clone(),
             clock,
@@ -404,6 +405,7 @@ impl Store {
             handles: found.handles,
             marks: found.marks,
             seals,
+            unused_keys,
             epoch,
         });
         hands::thread("store", move || work.run(&events))?;
@@ -457,11 +459,7 @@ impl Store {
     /// # Errors
     /// [`Error::UnknownOwner`] with the names that there are; [`Error::KeyNotDestroyed`] when the drive failed.
     pub async fn forget_owner(&self, owner: &str) -> Result<Forgotten, Error> {
-        let known = self.0.shared.seals.owners();
-        if !known.contains(owner) {
-            let known = known.into_iter().collect();
-            return Err(Error::UnknownOwner { asked: owner.to_owned(), known });
-        }
+        self.0.shared.seals.knows(owner)?;
         let (answer, answered) = oneshot::channel();
         self.send(Event::Forget(owner.to_owned(), answer));
         answered.await.unwrap_or(Err(Error::Closed))
@@ -772,6 +770,19 @@ fn seconds(epoch: u64, now: Micros) -> u32 {
     u32::try_from(epoch + now.0 / 1_000_000).unwrap_or(u32::MAX)
 }
 
+/// Keys that no row needs. None when rows may be missing that were not read, or when none is here at all: a drive that
+/// is not mounted looks like an empty folder.
+fn unused_keys(seals: &Seals, index: &mut Index, opened: &Opened) -> BTreeSet<u32> {
+    // What came and went while segments were read says nothing.
+    index.take_unused_keys();
+    let numbers = seals.numbers();
+    let is_sure = opened.damage.is_empty() && opened.foreign.is_empty() && opened.damaged == 0;
+    if !is_sure || !numbers.iter().any(|&number| index.needs_key(number)) {
+        return BTreeSet::new();
+    }
+    numbers.into_iter().filter(|&number| !index.needs_key(number)).collect()
+}
+
 /// Segments in which cold rows are looked for at one time: some thousand rows.
 const COLD_SEGMENTS: usize = 8;
 
@@ -805,7 +816,7 @@ fn start_disk(
         if !mem.lock() {
             return Err(in_use());
         }
-        return Ok((Files::Mem(mem.clone()), Disk::Mem { mem, on_done }, Hands::inline()));
+        return Ok((Files::Mem(mem.clone()), Disk::Mem { mem: mem.clone(), on_done }, Hands::of(mem)));
     }
     let folder = Folder::lock(&options.folder).map_err(|source| match source.kind() {
         std::io::ErrorKind::WouldBlock => in_use(),

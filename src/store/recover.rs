@@ -191,7 +191,7 @@ impl Recovery<'_> {
             }
             Ok((_, Ok(_))) => self.set_aside(found, "its name is another segment's"),
             // A later program may come back to it.
-            Ok((_, Err(bad @ Bad::Version(_)))) => self.set_aside(found, &bad.to_string()),
+            Ok((_, Err(bad @ Bad::Version { .. }))) => self.set_aside(found, &bad.to_string()),
             Ok((_, Err(bad))) => {
                 self.set_aside(found, &bad.to_string());
                 self.aside.push(found.clone());

@@ -16,14 +16,28 @@ use parking_lot::Mutex;
 use ring::aead::{Aad, Nonce, Tag};
 
 use super::disk::{Body, Buffer};
-use super::format::{Bad, Entry, Record, Seal, padded};
+use super::format::{Bad, Entry, PAGE, Record, Seal, padded};
 use super::keys::Keys;
+use crate::base::block::Namespace;
 use crate::base::checksum::crc64;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
 
-/// Bytes of buffers that are kept for further rows: as much as the ring gives the drive at one time, twice.
+/// Bytes of rows that are sealed and not yet written: as much as the ring gives the drive at one time, twice. Memory
+/// that was never touched costs as much as sealing does, so rows wait for memory that another row has left.
 const POOL: usize = 64 << 20;
+
+/// Rows that may be sealed and not yet written, whatever their size: two that the drive has, two that are next, and
+/// one for each of two processors.
+const FEWEST: usize = 6;
+
+/// Buffers that are made ahead, at most: of small rows one more is no matter.
+const WARM: usize = 512;
+
+/// Sealed rows of so many bytes that there may be at a time.
+fn most(len: usize) -> usize {
+    (POOL / len.max(1)).max(FEWEST)
+}
 
 /// How a store seals.
 #[derive(Clone, Debug, Default)]
@@ -102,6 +116,27 @@ impl Seals {
         self.encrypt
     }
 
+    /// Whether another row may be vouched for, when so many are and are not written yet.
+    pub fn may_close(&self, open: usize, row_bytes: usize) -> bool {
+        !self.encrypt || open < most(row_bytes)
+    }
+
+    /// Gets the memory that rows of this size will be sealed into. Takes as long as touching it does.
+    pub fn warm(&self, row_bytes: usize) {
+        if !self.encrypt {
+            return;
+        }
+        let len = usize::try_from(padded(row_bytes as u64)).expect("a row is at most 1 GiB");
+        let lacking =
+            most(len).min(WARM).saturating_sub(self.pool.lock().iter().filter(|b| b.len() == len).count());
+        for _ in 0..lacking {
+            let mut buffer = Buffer::zeroed(len);
+            // Only what is written to is there.
+            buffer.iter_mut().step_by(PAGE).for_each(|byte| *byte = 1);
+            self.give_back(buffer);
+        }
+    }
+
     /// Whether a row that is sealed so can be opened. 0 is no seal.
     pub fn has(&self, number: u32) -> bool {
         number == 0 || self.keys.as_ref().is_some_and(|keys| keys.get(number).is_some())
@@ -115,6 +150,32 @@ impl Seals {
     /// Whose keys there are.
     pub fn owners(&self) -> BTreeSet<String> {
         self.keys.as_ref().map(Keys::owners).unwrap_or_default()
+    }
+
+    /// # Errors
+    /// When there is no key of this owner.
+    pub fn knows(&self, owner: &str) -> Result<(), super::Error> {
+        let known = self.owners();
+        if known.contains(owner) {
+            return Ok(());
+        }
+        let known = known.into_iter().collect();
+        Err(super::Error::UnknownOwner { asked: owner.to_owned(), known })
+    }
+
+    /// Numbers of all keys.
+    pub fn numbers(&self) -> Vec<u32> {
+        self.keys.as_ref().map(Keys::numbers).unwrap_or_default()
+    }
+
+    /// Takes those of `numbers` out of use that are of no namespace in use. Gives which.
+    pub fn retire(&self, numbers: &BTreeSet<u32>, in_use: impl Fn(&Namespace) -> bool) -> Vec<u32> {
+        self.keys.as_ref().map_or(Vec::new(), |keys| keys.retire(numbers, in_use))
+    }
+
+    /// Takes them off the drive. Blocks.
+    pub fn destroy_retired(&self) -> std::io::Result<()> {
+        self.keys.as_ref().map_or(Ok(()), Keys::destroy_retired)
     }
 
     /// Destroys an owner's keys. Gives their numbers.
@@ -223,7 +284,7 @@ impl Seals {
         let mut pool = self.pool.lock();
         // Rows of one engine are of one size: others are of an engine that has left.
         pool.retain(|other| other.len() == buffer.len());
-        if (pool.len() + 1) * buffer.len() <= POOL {
+        if pool.len() < most(buffer.len()) {
             pool.push(buffer);
         }
     }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::Forgotten;
 use super::disk::{Buffer, Files, Handle};
 use super::folder::Folder;
 use super::format::{
@@ -172,6 +173,18 @@ impl Shut {
         let held = rows.iter().filter(|((space, key), place)| !marks.is_dropped(space, key, place));
         held.for_each(|((space, key), place)| surveyor.see(space, key, place));
         surveyor.finish(&BTreeMap::new(), |_| false)
+    }
+
+    /// As [`Store::forget_owner`](super::Store::forget_owner). The room of the rows comes back when a store needs it.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn forget_owner(&self, owner: &str) -> Result<Forgotten, super::Error> {
+        self.seals.knows(owner)?;
+        let before = self.survey().rows;
+        let (keys, outcome) = self.seals.forget(owner);
+        outcome.map_err(super::Error::KeyNotDestroyed)?;
+        Ok(Forgotten { keys: keys.len() as u64, rows: before.saturating_sub(self.survey().rows) })
     }
 
     /// What people said about rows. A file that cannot be read says nothing, as at a start.

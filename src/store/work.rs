@@ -71,6 +71,9 @@ const AHEAD_FEWEST: usize = 4;
 /// long as the sum of 128 KiB.
 const SMALL: usize = 256 << 10;
 
+/// Why a read failed whose row was read and is not what was written.
+const DAMAGED: &str = "damaged";
+
 /// What callers ask for.
 pub enum Request {
     Put {
@@ -140,6 +143,8 @@ pub enum Event {
     Forget(String, ForgetAnswer),
     /// Keys of these numbers are gone.
     Forgot(Vec<u32>, std::io::Result<()>, ForgetAnswer),
+    /// Keys that no row needed are off the drive, or could not be taken off.
+    Pruned(std::io::Result<()>),
     /// Seconds without use after which a row expires.
     Ttl(Option<u32>),
     Close(Option<oneshot::Sender<()>>),
@@ -270,6 +275,8 @@ pub struct Parts {
     pub handles: HashMap<Sequence, Handle>,
     pub marks: Marks,
     pub seals: Arc<Seals>,
+    /// Keys under which the start has found no row.
+    pub unused_keys: BTreeSet<u32>,
     /// Seconds of the wall at the clock's zero.
     pub epoch: u64,
 }
@@ -304,6 +311,8 @@ pub struct Work {
     /// Whether the file of marks is being written, and who waits for its next version.
     saving: bool,
     unsaved: Vec<(Marked, u64)>,
+    /// Keys that no row needs.
+    unused_keys: BTreeSet<u32>,
     /// What calls ended with, not told yet, and for how many rounds.
     answers: Vec<(oneshot::Sender<Vec<Outcome>>, Vec<Outcome>)>,
     rounds: u32,
@@ -314,8 +323,9 @@ pub struct Work {
 }
 
 impl Work {
-    pub fn new(parts: Parts) -> Self {
+    pub fn new(mut parts: Parts) -> Self {
         let work = Self {
+            unused_keys: std::mem::take(&mut parts.unused_keys),
             parts,
             areas: HashMap::new(),
             jobs: HashMap::new(),
@@ -450,6 +460,12 @@ impl Work {
                 self.with_hands -= 1;
                 self.forgot(&keys, outcome, answer);
             }
+            Event::Pruned(outcome) => {
+                self.with_hands -= 1;
+                if let Err(error) = outcome {
+                    tracing::warn!(%error, "failed to remove keys that no row needs; tried again with the next ones");
+                }
+            }
             Event::Close(answer) => {
                 self.closing.get_or_insert_default().extend(answer);
                 self.drop_queued(None);
@@ -470,6 +486,11 @@ impl Work {
         let kind = |&(tokens, state): &(u32, bool)| Kind { tokens, state };
         self.judge.kinds.insert(rows.space, rows.kinds().iter().map(kind).collect());
         self.judge.changed();
+        self.prune_keys();
+        let seals = self.parts.seals.clone();
+        if seals.encrypts() {
+            self.parts.hands.give(move || seals.warm(row));
+        }
         Ok(())
     }
 
@@ -488,6 +509,7 @@ impl Work {
         if self.areas.get(&id).is_some_and(|area| area.busy == 0 && !area.detaching.is_empty()) {
             let area = self.areas.remove(&id).expect("looked at just now");
             self.judge.changed();
+            self.prune_keys();
             for answer in area.detaching {
                 let _ = answer.send(());
             }
@@ -730,11 +752,17 @@ impl Work {
         self.start_write(ticket, write, closed)
     }
 
+    /// Rows that are vouched for, or soon will be, and not written.
+    fn unwritten(&self) -> usize {
+        self.preparing.len() + self.ready.len() + self.writes_in_flight
+    }
+
     /// Keeps as many rows summed as the drive can take, and no more: they are summed late so that they fail early.
     fn prepare_writes(&mut self) {
         while let Some(next) = self.writes.front()
             && self.preparing.len() + self.ready.len()
                 < (PER_SLOT * self.parts.depth).min((AHEAD / next.rows.row_bytes()).max(AHEAD_FEWEST))
+            && self.parts.seals.may_close(self.unwritten(), next.rows.row_bytes())
         {
             let write = self.writes.pop_front().expect("looked at just now");
             self.with_hands += 1;
@@ -994,7 +1022,7 @@ impl Work {
             Bad::NoKey => self.unkeyed(read),
             bad => {
                 tracing::warn!(%bad, key = ?read.key, "a row is not what was written; it is dropped");
-                self.damaged(read, "damaged", &bad.to_string());
+                self.damaged(read, DAMAGED, &bad.to_string());
             }
         }
     }
@@ -1008,6 +1036,10 @@ impl Work {
             self.parts.shared.metrics.damaged.inc();
             self.parts.shared.facts.lock().damaged += 1;
             self.parts.shared.damages.lock().add(damage.clone());
+            // What the drive only refused to read may be there the next time.
+            if reason == DAMAGED {
+                self.dropped(&[place]);
+            }
         }
         if let Reader::Check { reply, .. } = read.reader {
             let _ = reply.send(Checked::Damaged(damage));

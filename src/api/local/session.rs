@@ -439,7 +439,10 @@ impl Session {
         let (mover, settler, begun) = (self.mover.clone(), self.held.settler(), self.mover.clock.now());
         let owner = (self.shared.options.owner_of)(request);
         if owner.is_none() {
-            tracing::debug!(request, "two keys use one request id: whose rows these are is not clear");
+            tracing::debug!(
+                request,
+                "whose rows these are is not clear: two keys use one request id, or the request did not come through here"
+            );
         }
         self.spawn("store", async move {
             let outcomes = mover.store(owner, &items).await;

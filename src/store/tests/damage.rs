@@ -387,3 +387,54 @@ async fn write_the_fixture() {
     std::fs::copy(key.path(), fixtures.join("segment-v2.key")).unwrap();
     println!("the key's number is {:?}", key.file_name());
 }
+
+#[tokio::test]
+async fn the_room_of_a_damaged_row_comes_back_and_it_is_damage_once() {
+    for place in Place::all() {
+        let (store, _) = place.open();
+        let rows = area(1, 16_384, SPACE);
+        store.attach(&rows).await.unwrap();
+        put_each(&store, &rows, 0..60).await;
+        assert!(store.is_sealed(SPACE, &key(3)));
+        store.close().await;
+        let first = place.segments().remove(0);
+        place.with_file(&first, |bytes| {
+            let at = records(bytes)[&key(3)];
+            bytes[at + PAGE + 5000] ^= 1;
+        });
+        let (store, opened) = place.open();
+        assert_eq!((opened.rows, opened.damaged), (60, 0), "{}", place.name);
+        store.attach(&rows).await.unwrap();
+        let before = store.status().used;
+        assert_eq!(store.verify(|_| true).await.damaged, 1, "{}", place.name);
+        let used = settled(|| store.status().used, |&used| used + 20_480 <= before);
+        assert_eq!(used + 20_480, before, "{}", place.name);
+        store.close().await;
+        let (store, opened) = place.open();
+        assert_eq!((opened.rows, opened.damaged), (59, 0), "{}: {opened:?}", place.name);
+        store.attach(&rows).await.unwrap();
+        assert_eq!(store.verify(|_| true).await.damaged, 0, "{}", place.name);
+        assert_eq!(count(&get_each(&store, &rows, 0..60).await, Outcome::FromDrive), 59);
+        store.close().await;
+    }
+}
+
+/// A drive that answers no read says nothing about what it holds.
+#[tokio::test]
+async fn rows_that_a_drive_only_failed_to_read_are_there_when_it_is_well_again() {
+    let mem = Mem::new();
+    let disk = DiskKind::Mem(mem.clone());
+    let (store, _) = open_with(&options("mem".as_ref(), Io::Auto), &disk);
+    let rows = area(1, 4096, SPACE);
+    store.attach(&rows).await.unwrap();
+    put_each(&store, &rows, 0..100).await;
+    mem.break_at(mem.touches(), Failure::Broken);
+    assert_eq!(count(&get_each(&store, &rows, 0..30).await, Outcome::Failed), 30);
+    store.close().await;
+    mem.mend();
+    let (store, opened) = open_with(&options("mem".as_ref(), Io::Auto), &disk);
+    assert_eq!(opened.rows, 100, "{opened:?}");
+    store.attach(&rows).await.unwrap();
+    assert_eq!(count(&get_each(&store, &rows, 0..100).await, Outcome::FromDrive), 100);
+    store.close().await;
+}

@@ -1,6 +1,8 @@
 //! The store as its users see it, on every disk; what damage, full drives and power cuts make of it.
 
 mod bench;
+mod cancel;
+mod classes;
 mod cuts;
 mod damage;
 mod disks;
@@ -11,6 +13,7 @@ mod life;
 mod oracle;
 mod patrol;
 mod peers;
+mod pins;
 mod restart;
 mod rows;
 mod sealed;
@@ -18,8 +21,10 @@ mod soak;
 mod worth;
 
 use std::collections::HashMap;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Waker};
 
 use super::*;
 use crate::base::block::{BlockHash, GroupId, Namespace, Rank};
@@ -210,6 +215,11 @@ pub fn records(bytes: &[u8]) -> HashMap<RowKey, usize> {
         Some((record.key, at))
     };
     pages.filter_map(record).collect()
+}
+
+/// Looks at a future, which begins it.
+pub fn is_pending<T>(future: Pin<&mut (impl Future<Output = T> + ?Sized)>) -> bool {
+    future.poll(&mut Context::from_waker(Waker::noop())).is_pending()
 }
 
 /// What there is to see once it is as it should be, or after some seconds: the store makes files and gives room back

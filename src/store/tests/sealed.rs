@@ -330,3 +330,131 @@ async fn rows_on_the_move_stay_sealed_and_a_peer_gets_them_in_the_clear() {
     assert_eq!(store.status().damaged, 0);
     store.close().await;
 }
+
+#[tokio::test]
+async fn keys_of_old_namespaces_go_with_their_last_row_and_those_in_use_stay() {
+    let bed = Bed::new();
+    let old = Space { namespace: Namespace([6; 32]), ..SPACE };
+    let (store, rows) = bed.sealing().await;
+    let of_old = area(1, 4096, old);
+    store.attach(&of_old).await.unwrap();
+    put_of(&store, &rows, "ann", 0..5).await;
+    put_of(&store, &of_old, "ann", 0..5).await;
+    put_of(&store, &of_old, "bob", 5..10).await;
+    let keys = |many: usize| settled(|| bed.keys().len(), |&keys| keys == many);
+    assert_eq!(keys(3), 3);
+    // While an engine of it is here its next row may come at any time.
+    assert_eq!(store.drop_rows(old, (0..5).map(key).collect()).await.unwrap(), 5);
+    put_of(&store, &of_old, "cid", 20..21).await;
+    assert_eq!(keys(4), 4);
+    store.detach(of_old.id).await;
+    assert_eq!(keys(3), 3, "ann's of the old namespace has no row");
+    assert_eq!(store.drop_rows(old, (5..10).map(key).collect()).await.unwrap(), 5);
+    assert_eq!(keys(2), 2, "now bob's has none either");
+    let owners = settled(|| store.0.shared.seals.owners(), |owners| owners.len() == 2);
+    assert_eq!(Vec::from_iter(owners), ["ann", "cid"]);
+    assert_eq!(count(&get_each(&store, &rows, 0..5).await, Outcome::FromDrive), 5);
+    store.close().await;
+    let (store, opened) = bed.open(true);
+    // The bytes of what left lie in the open segment still, for nobody.
+    assert_eq!((opened.rows, opened.damaged), (6, 0), "{opened:?}");
+    store.attach(&rows).await.unwrap();
+    assert_eq!(count(&get_each(&store, &rows, 0..5).await, Outcome::FromDrive), 5);
+    store.close().await;
+}
+
+/// Rows go first, then their key: a cut between the two leaves a key that no row needs.
+#[tokio::test]
+async fn a_key_that_a_cut_has_left_goes_later_unless_it_is_not_sure_that_no_row_needs_it() {
+    let bed = Bed::new();
+    let old = Space { namespace: Namespace([6; 32]), ..SPACE };
+    let (store, rows) = bed.sealing().await;
+    let of_old = area(1, 4096, old);
+    store.attach(&of_old).await.unwrap();
+    put_of(&store, &rows, "ann", 0..40).await;
+    put_of(&store, &of_old, "ann", 0..5).await;
+    store.detach(of_old.id).await;
+    let saved: Vec<_> =
+        bed.keys().into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect();
+    store.forget(old).await.unwrap();
+    assert_eq!(settled(|| bed.keys().len(), |&keys| keys == 1), 1);
+    store.close().await;
+    let put_back = || saved.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
+    // Another folder, as a drive that is not mounted is.
+    put_back();
+    let elsewhere = Bed { place: Place::in_memory(), keys: bed.keys };
+    let (store, opened) = elsewhere.open(true);
+    assert_eq!(opened.rows, 0);
+    store.attach(&rows).await.unwrap();
+    assert_eq!(put_of(&store, &rows, "ann", 0..1).await, [Outcome::Stored]);
+    store.detach(rows.id).await;
+    store.close().await;
+    assert_eq!(elsewhere.keys().len(), 2);
+    // Its own, of which a segment cannot be read.
+    let bed = Bed { place: bed.place, keys: elsewhere.keys };
+    let first = bed.place.segments()[0].clone();
+    let whole = bed.place.with_file(&first, |bytes| bytes.clone());
+    bed.place.with_file(&first, |bytes| bytes[100] ^= 1);
+    let (store, opened) = bed.open(true);
+    assert!(opened.damaged > 0, "{opened:?}");
+    store.attach(&rows).await.unwrap();
+    store.close().await;
+    assert_eq!(bed.keys().len(), 2);
+    bed.place.with_file(&first, |bytes| bytes.clone_from(&whole));
+    let (store, opened) = bed.open(true);
+    assert_eq!((opened.rows, opened.damaged), (40, 0), "{opened:?}");
+    assert_eq!(bed.keys().len(), 2, "which namespace is in use is known when an engine comes");
+    store.attach(&rows).await.unwrap();
+    assert_eq!(settled(|| bed.keys().len(), |&keys| keys == 1), 1);
+    assert_eq!(count(&get_each(&store, &rows, 0..40).await, Outcome::FromDrive), 40);
+    store.close().await;
+}
+
+#[tokio::test]
+async fn an_owner_is_forgotten_in_a_folder_that_nobody_has_open() {
+    let bed = Bed { place: Place::on_drive(Io::Plain, "plain"), keys: folder() };
+    let (store, rows) = bed.sealing().await;
+    put_of(&store, &rows, "ann", 0..50).await;
+    put_of(&store, &rows, "bob", 50..60).await;
+    store.close().await;
+    drop(store);
+    let shut = Shut::lock(bed.place.folder.path(), &bed.keys.path().join("keys")).unwrap();
+    let error = shut.forget_owner("zed").unwrap_err().to_string();
+    assert_eq!(error, "no row is sealed for `zed`; there are rows of `ann`, `bob`");
+    assert_eq!(shut.forget_owner("ann").unwrap(), Forgotten { keys: 1, rows: 50 });
+    assert!(shut.forget_owner("ann").is_err());
+    drop(shut);
+    let (store, opened) = bed.open(true);
+    assert_eq!((opened.rows, opened.unkeyed), (10, 50), "{opened:?}");
+    store.attach(&rows).await.unwrap();
+    assert_eq!(count(&get_each(&store, &rows, 0..50).await, Outcome::Failed), 50);
+    assert_eq!(count(&get_each(&store, &rows, 50..60).await, Outcome::FromDrive), 10);
+    store.close().await;
+}
+
+/// However many are offered at once: rows wait for the memory of those before them.
+#[tokio::test]
+async fn no_more_rows_are_sealed_ahead_than_there_is_memory_for() {
+    let mem = Mem::new();
+    let keys = folder();
+    let options = Options {
+        capacity: Bytes::mib(512),
+        segment: Bytes::mib(64),
+        queue_depth: 64,
+        ..options("mem".as_ref(), Io::Auto)
+    };
+    let (sealing, disk) = (sealing(keys.path(), true), DiskKind::Mem(mem.clone()));
+    let (store, _) = Store::open_sealed(options, &sealing, disk, Clock::real(), &Meter::new()).unwrap();
+    let rows = area(12, 17 << 20, SPACE);
+    store.attach(&rows).await.unwrap();
+    mem.hold_ops();
+    let mut put = Box::pin(store.put(&rows, (0..12).map(|n| item(n, n)).collect()));
+    assert!(is_pending(put.as_mut()));
+    let many = settled(|| mem.held_ops().len(), |&many| many == 6);
+    // The loop is behind what it has begun when it answers.
+    store.pinned().await;
+    assert_eq!((many, mem.held_ops().len()), (6, 6));
+    mem.let_go();
+    assert_eq!(count(&put.await, Outcome::Stored), 12);
+    store.close().await;
+}

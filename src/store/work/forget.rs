@@ -33,6 +33,33 @@ impl Work {
         });
     }
 
+    /// Keys that no row needs any more go, unless an engine of their namespace is here, whose next row would want them.
+    /// A row that goes leaves the index before its key leaves the table, and an engine that comes is known before its
+    /// first row: neither can meet a key that is going.
+    pub(super) fn prune_keys(&mut self) {
+        let mut unused = std::mem::take(&mut self.unused_keys);
+        {
+            let index = self.parts.shared.index.lock();
+            unused.retain(|&key| !index.needs_key(key));
+        }
+        let areas = &self.areas;
+        let gone = self
+            .parts
+            .seals
+            .retire(&unused, |namespace| areas.values().any(|area| area.space.namespace == *namespace));
+        unused.retain(|key| !gone.contains(key));
+        self.unused_keys = unused;
+        if gone.is_empty() {
+            return;
+        }
+        tracing::info!(keys = gone.len(), "keys of old namespaces go: no row is left under them");
+        self.with_hands += 1;
+        let (seals, events) = (self.parts.seals.clone(), self.parts.events.clone());
+        self.parts.hands.give(move || {
+            let _ = events.send(Event::Pruned(seals.destroy_retired()));
+        });
+    }
+
     /// A row's key went while the row was being read. That is no damage.
     pub(super) fn unkeyed(&mut self, read: Read) {
         if let Some((key, place)) = &read.asked {

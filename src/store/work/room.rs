@@ -267,12 +267,16 @@ impl Work {
 
     /// Segments that no row is left in go.
     pub(super) fn vacate(&mut self) {
-        let vacated = {
+        let (vacated, unused) = {
             let mut index = self.parts.shared.index.lock();
             let mut vacated = index.take_vacated();
             vacated.retain(|sequence| index.count_of(*sequence) == 0);
-            vacated
+            (vacated, index.take_unused_keys())
         };
+        if !unused.is_empty() {
+            self.unused_keys.extend(unused);
+            self.prune_keys();
+        }
         for sequence in vacated {
             // Of one without a foot something may be left that could not be read.
             if self.parts.log.is_sealed(sequence) {
