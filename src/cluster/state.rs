@@ -609,7 +609,7 @@ impl Shared {
 
     fn down(&self, entry: &mut Entry, why: String) {
         tracing::warn!(peer = entry.pin.name, why, "the session with a node ended");
-        if let Some((_, fetcher)) = entry.fetcher.take() {
+        if let Some((_, fetcher)) = entry.fetcher.take_if(|_| !mutant::on(Mutant::KeepRails)) {
             fetcher.close();
         }
         if !mutant::on(Mutant::KeepTicket) {

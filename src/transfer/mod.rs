@@ -12,6 +12,7 @@
 #[cfg(test)]
 mod conform;
 mod fabric;
+mod line;
 mod pantry;
 mod path;
 mod piece;
@@ -20,6 +21,7 @@ mod probe;
 mod rail;
 mod serve;
 mod share;
+mod wait;
 mod wire;
 
 use bytes::Bytes;

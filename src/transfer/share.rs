@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use crate::base::clock::Micros;
+use crate::base::mutant::{self, Mutant};
 
 /// A rail has as many bytes in flight as it moves in this time: longer than a round trip with its wait for a drive,
 /// short against the second within which a rail's share has to follow its speed.
@@ -134,6 +135,7 @@ impl<T: Clone> Share<T> {
         let mut given_up = Vec::new();
         for Flying { number, bytes, tries, piece, .. } in gone.flying {
             match piece {
+                Some(_) if mutant::on(Mutant::LosePieces) => {}
                 Some(piece) if tries + 1 < TRIES => {
                     self.waiting.insert(number, Waiting { piece, bytes, tries: tries + 1 });
                 }
@@ -174,7 +176,7 @@ impl<T: Clone> Share<T> {
         let pieces = |n: u64| n * self.piece_bytes;
         let credit = rate.map_or(pieces(PIECES_FIRST), |rate| (rate * CREDIT_SPAN.as_secs_f64()) as u64);
         let credit = credit.min(CREDIT_MOST).max(pieces(PIECES_LEAST));
-        up && flying.len() < PIECES_MOST && left < credit
+        up && flying.len() < PIECES_MOST && (left < credit || mutant::on(Mutant::NoCredit))
     }
 
     fn fly(&mut self, rail: usize, now: Micros, flying: Flying<T>) {
