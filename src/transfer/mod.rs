@@ -21,6 +21,8 @@ mod probe;
 mod rail;
 mod serve;
 mod share;
+#[cfg(test)]
+pub mod sim;
 mod wait;
 mod wire;
 

@@ -36,6 +36,11 @@ impl Waits {
         Self { fetch: pool.fetch(rows, items, deadline), pool: pool.clone() }
     }
 
+    #[cfg(test)]
+    pub fn number(&self) -> u64 {
+        self.fetch.id
+    }
+
     /// Ends when every row is settled. Cancel-safe.
     pub async fn settled(&self) {
         self.fetch.settled().await;
