@@ -111,8 +111,17 @@ pub(super) fn finish(outcome: anyhow::Result<Exit>) -> Exit {
         }
         return Exit::Usage;
     }
-    say(&format!("error: {error:#}"));
+    say(&format!("error: {}", told(&error)));
     error.downcast_ref::<Told>().map_or(Exit::Failed, |told| told.exit)
+}
+
+/// An error with its causes; one that the sentence before ends with already is not said again.
+pub(super) fn told(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
+        "" => cause,
+        said if said.ends_with(&cause) => said.to_owned(),
+        said => format!("{said}: {cause}"),
+    })
 }
 
 #[cfg(test)]
@@ -126,5 +135,17 @@ mod tests {
         assert_eq!(failed(io::ErrorKind::StorageFull), Exit::Failed);
         let told = Told { exit: Exit::NotFound, what: "no node".into() };
         assert_eq!(finish(Err(anyhow::Error::new(told).context("looking"))), Exit::NotFound);
+    }
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let full = || io::Error::other("no space left");
+        let twice =
+            anyhow::Error::from(full()).context("failed to write x: no space left").context("copying");
+        assert_eq!(told(&twice), "copying: failed to write x: no space left");
+        assert_eq!(
+            told(&anyhow::Error::from(full()).context("failed to write x")),
+            "failed to write x: no space left"
+        );
     }
 }

@@ -92,9 +92,7 @@ fn serve(loaded: Loaded) -> anyhow::Result<Exit> {
     match node::run(settings, places) {
         Ok(()) => Ok(Exit::Done),
         Err(error @ node::Error::Broken) => Err(error.into()),
-        Err(error) => {
-            Err(Told { exit: Exit::CannotStart, what: format!("{:#}", anyhow::Error::from(error)) }.into())
-        }
+        Err(error) => Err(Told { exit: Exit::CannotStart, what: out::told(&error.into()) }.into()),
     }
 }
 
