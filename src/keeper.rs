@@ -34,8 +34,8 @@ use crate::tasks::{Kind, Tasks};
 const NODE_PAUSE_MIN: Duration = Duration::from_millis(200);
 const NODE_PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// A node that ran this long begins with the short pause again.
-const NODE_HEALTHY: Duration = Duration::from_secs(60);
+/// A node that ran this long begins with the short pause again: no more starts a minute than with the longest pause.
+const NODE_HEALTHY: Duration = NODE_PAUSE_MAX;
 
 /// Exit code of a node that could not even start: its port is taken, a file is missing, the token is none.
 pub const CANNOT_START: u8 = 78;

@@ -19,6 +19,8 @@ use std::time::Duration;
 
 use common::*;
 use nix::sys::signal::Signal;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
 const MODEL: &str = "mock";
@@ -224,6 +226,86 @@ fn a_node_killed_twenty_times_under_load_never_gives_a_wrong_answer() {
     assert!(sources(&a, &answer)["drive"].as_u64().unwrap() > 0, "{}", a.tell());
     assert_eq!(a.stop(), Some(0));
     a.await_gone();
+}
+
+/// Open descriptors of a process.
+fn descriptors(pid: i32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+}
+
+/// Rows travel from a to b all the time: b keeps only a few of its own. Nodes die in turn, at random moments, each once the
+/// rows of the other have been seen to come.
+#[test]
+fn two_nodes_of_which_one_is_killed_fifty_times_give_no_wrong_row_and_lose_nothing() {
+    const KILLS: u32 = 50;
+    const PROMPTS: u64 = 24;
+    let folder = tempfile::tempdir().unwrap();
+    let mock = json!({"rows": 96, "row_bytes": 65536, "device_blocks": 64, "block_tokens": 16, "prefill_us_per_token": 20, "itl_us": 100});
+    let lonely = |settings: String| settings + "[cluster]\ncopy = false\ntake_over = false\n";
+    let mut a = single(folder.path(), "a", None, &lonely(settings(&mock, "")));
+    let small = lonely(settings(&mock, "").replace("256MiB", "16MiB"));
+    let join = Some(a.invite());
+    let mut b = Node::start(
+        folder.path(),
+        &Spec { name: "b", profile: "cpu-tiny", settings: &small, join, mutant: None },
+    );
+    b.await_ready(PATIENCE);
+    a.await_peer();
+    b.await_peer();
+    let texts: Vec<String> =
+        (0..PROMPTS).map(|seed| complete(&a, MODEL, &words(seed, 300), 4).text()).collect();
+    a.await_stored();
+    b.await_index_of(&a);
+    let keeper = |node: &Node| i32::try_from(node.keeper.as_ref().unwrap().id()).unwrap();
+    let lasting = [keeper(&a), keeper(&b), a.engine_pid(), b.engine_pid()];
+    let all = |a: &Node, b: &Node| {
+        let [ka, kb, ea, eb] = lasting;
+        [ka, kb, ea, eb, a.node_pid(), b.node_pid()].map(descriptors)
+    };
+    let before = all(&a, &b);
+    let load = Load::new();
+    let mut dice = StdRng::seed_from_u64(50);
+    std::thread::scope(|scope| {
+        for client in 0..3 {
+            let (load, texts, port) = (&load, &texts, b.ports.base + 1);
+            scope.spawn(move || load.run(port, client * 8..(client + 1) * 8, texts));
+        }
+        for kill in 0..KILLS {
+            let rows = || b.metric("sparkkv_transfer_received_rows_total");
+            let had = rows();
+            await_some("rows of the other node", PATIENCE, || (rows() > had).then_some(()));
+            std::thread::sleep(Duration::from_millis(dice.random_range(0..40)));
+            let victim = if kill % 2 == 0 { &mut a } else { &mut b };
+            let node = victim.node_pid();
+            Node::signal(node, Signal::SIGKILL);
+            await_some("another node", PATIENCE, || (victim.node_pid() != node).then_some(()));
+            victim.await_ready(PATIENCE);
+        }
+        load.stop.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(load.failed.load(Ordering::Relaxed), 0, "the engine never died");
+    assert_eq!(wrong_rows(&a) + wrong_rows(&b), 0.0);
+    assert!(engine_metric(&b, "mock_checked_rows_total") > 0.0, "rows were loaded in between");
+    a.await_peer();
+    b.await_peer();
+    b.await_stored();
+    // Rows that a dead node's loads or stores held are free again.
+    await_some("all rows of the area to be free", PATIENCE, || {
+        (engine_metric(&b, "mock_rows_pinned") == 0.0 && engine_metric(&a, "mock_rows_pinned") == 0.0)
+            .then_some(())
+    });
+    let settled = await_some("descriptors as before", PATIENCE, || {
+        let now = all(&a, &b);
+        now.iter().zip(before).all(|(now, before)| *now <= before + 2).then_some(now)
+    });
+    eprintln!(
+        "descriptors before {before:?} and after {settled:?}; {} answers",
+        load.answered.load(Ordering::Relaxed)
+    );
+    for node in [&mut a, &mut b] {
+        assert_eq!(node.stop(), Some(0));
+        node.await_gone();
+    }
 }
 
 #[test]

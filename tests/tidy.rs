@@ -64,7 +64,7 @@ const UNSAFE: [&str; 8] = [
 
 /// Files that decide and do not act. `store/index.rs` reads no clock and does no I/O either, but owns the channel that
 /// its changes leave through: a listing and the changes after it are cut at one point.
-const PURE: [&str; 44] = [
+const PURE: [&str; 47] = [
     "api/local/lease.rs",
     "api/local/promise.rs",
     "base/block.rs",
@@ -75,9 +75,11 @@ const PURE: [&str; 44] = [
     "base/geometry.rs",
     "base/units.rs",
     "bench/stats.rs",
+    "cluster/facts.rs",
     "cluster/peer.rs",
     "cluster/proto.rs",
-    "cluster/share.rs",
+    "cluster/sharing.rs",
+    "cluster/telling.rs",
     "engine/machine.rs",
     "observe/alerts.rs",
     "observe/chains.rs",
@@ -107,6 +109,7 @@ const PURE: [&str; 44] = [
     "trace/blocks.rs",
     "trace/info.rs",
     "trace/weka.rs",
+    "transfer/line.rs",
     "transfer/share.rs",
     "transfer/wire.rs",
 ];

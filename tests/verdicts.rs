@@ -175,13 +175,14 @@ fn json_has_the_rails_the_speeds_and_the_verdicts() {
     let out = run(&["rails", "--json", "--sys", path.to_str().unwrap()]);
     assert_eq!(out.status.code(), Some(2));
     let said: Value = serde_json::from_slice(&out.stdout).unwrap();
-    assert_eq!(said["schema"], 1);
+    assert_eq!(said["schema"], 2);
     assert_eq!(said["rails"].as_array().unwrap().len(), 4);
     assert_eq!(said["rails"][1]["rdma"]["gid"], serde_json::json!({"index": 3, "address": "192.168.101.10"}));
     assert_eq!(said["rails"][1]["pcie"]["width"], 4);
-    assert_eq!(said["speeds"][0]["over"], ONE);
-    assert!((said["speeds"][0]["gbit_s"].as_f64().unwrap() - 12.8).abs() < 0.01);
-    assert_eq!(said["speeds"][2]["over"], "together");
+    let speeds = &said["peers"][0]["speeds"];
+    assert_eq!(speeds[0]["over"], ONE);
+    assert!((speeds[0]["gbit_s"].as_f64().unwrap() - 12.8).abs() < 0.01);
+    assert_eq!(speeds[2]["over"], "together");
     assert_eq!(said["verdicts"][0]["id"], "nic-degraded");
     assert_eq!(said["verdicts"][0]["level"], "fail");
     assert!(said["verdicts"][0]["fix"].as_str().unwrap().contains("shut the box down"));
@@ -212,6 +213,10 @@ impl Boxes {
 
     /// A node without an engine, with both rails.
     fn node(&self, ns: &str, host: u8, root: &Path, token: &str) -> Node {
+        self.named(ns, host, &format!("box{host}"), 8000, root, token)
+    }
+
+    fn named(&self, ns: &str, host: u8, name: &str, ports: u16, root: &Path, token: &str) -> Node {
         let rails = format!("cluster.rails=[\"10.99.0.{host}\",\"10.99.1.{host}\"]");
         let address = format!("cluster.address=10.99.0.{host}");
         let mut command = Command::new("ip");
@@ -222,7 +227,9 @@ impl Boxes {
             env!("CARGO_BIN_EXE_spark-kv"),
             "up",
             "--name",
-            &format!("box{host}"),
+            name,
+            "--port-base",
+            &ports.to_string(),
         ]);
         command.arg("--root").arg(root);
         for set in ["engine.kind=attached", "engine.url=http://127.0.0.1:9", &address, &rails] {
@@ -285,6 +292,9 @@ struct Node(Child);
 
 impl Drop for Node {
     fn drop(&mut self) {
+        if !matches!(self.0.try_wait(), Ok(None)) {
+            return;
+        }
         let pid = nix::unistd::Pid::from_raw(self.0.id().try_into().unwrap());
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
         let _ = self.0.wait();
@@ -301,6 +311,14 @@ fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
         assert!(begin.elapsed() < Duration::from_secs(60), "no {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// What lets another node in, once; not `before`, which was used.
+fn token_of(root: &Path, before: &str) -> String {
+    until("token", || {
+        let token = std::fs::read_to_string(root.join("run/invite")).ok()?.trim().to_owned();
+        (!token.is_empty() && token != before).then_some(token)
+    })
 }
 
 fn ids(report: &Value) -> Vec<(String, String)> {
@@ -326,7 +344,7 @@ fn a_smaller_mtu_at_the_other_end_and_a_silent_rail_are_seen_with_real_devices()
     };
     let well = boxes.rails(&peer);
     assert_eq!(ids(&well), [], "{well:#}");
-    assert_eq!(well["measured"]["probes"][1]["large"], "arrived", "{well:#}");
+    assert_eq!(well["peers"][0]["measured"]["probes"][1]["large"], "arrived", "{well:#}");
     assert_eq!(well["rails"][0]["mtu"], 9000);
 
     assert!(ip(&["-n", &boxes.other, "link", "set", "rail1", "mtu", "1500"]));
@@ -355,20 +373,19 @@ fn two_nodes_measure_both_rails_and_see_the_one_that_falls_silent() {
     };
     let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let _first = boxes.node(&boxes.one, 1, one.path(), "");
-    let token = until("token", || {
-        std::fs::read_to_string(one.path().join("run/invite")).ok().filter(|t| !t.is_empty())
-    });
-    let _second = boxes.node(&boxes.other, 2, other.path(), token.trim());
-    let look = || Some(boxes.rails_of(one.path(), &["--look"])).filter(|report| report["peer"] == "box2");
+    let _second = boxes.node(&boxes.other, 2, other.path(), &token_of(one.path(), ""));
+    let look = || {
+        Some(boxes.rails_of(one.path(), &["--look"])).filter(|report| report["peers"][0]["name"] == "box2")
+    };
     let looked = until("peer", look);
-    assert_eq!((looked["node"].as_str(), &looked["measured"]), (Some("box1"), &Value::Null));
+    assert_eq!((looked["node"].as_str(), &looked["peers"][0]["measured"]), (Some("box1"), &Value::Null));
 
     let well = boxes.rails_of(one.path(), &[]);
     assert!(ids(&well).iter().all(|(id, _)| id == "carries"), "{well:#}");
     let over: Vec<&str> =
-        well["speeds"].as_array().unwrap().iter().map(|s| s["over"].as_str().unwrap()).collect();
+        well["peers"][0]["speeds"].as_array().unwrap().iter().map(|s| s["over"].as_str().unwrap()).collect();
     assert_eq!(over, ["rail0", "rail1", "together"]);
-    for run in well["measured"]["alone"].as_array().unwrap() {
+    for run in well["peers"][0]["measured"]["alone"].as_array().unwrap() {
         let (device, bytes) = (run["over"][0].as_str().unwrap(), run["bytes"].as_f64().unwrap());
         for rail in ["rail0", "rail1"] {
             let counted = run["moved"][rail]["net_in"].as_f64().unwrap() / bytes;
@@ -385,4 +402,69 @@ fn two_nodes_measure_both_rails_and_see_the_one_that_falls_silent() {
     assert_eq!(found[0], ("rail-silent".to_owned(), "rail1".to_owned()), "{silent:#}");
     assert_eq!(silent["verdicts"][0]["level"], "fail");
     assert!(found.contains(&("carries".to_owned(), "rail0".to_owned())), "{found:?}");
+}
+
+#[test]
+fn each_connected_node_is_measured_over_each_rail_and_over_both() {
+    let Some(boxes) = Boxes::new("sk3") else {
+        println!("skipped: this needs root and `ip netns`");
+        return;
+    };
+    let [one, two, three] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let _first = boxes.node(&boxes.one, 1, one.path(), "");
+    let token = token_of(one.path(), "");
+    let _second = boxes.node(&boxes.other, 2, two.path(), &token);
+    let _third = boxes.named(&boxes.other, 2, "box3", 8010, three.path(), &token_of(one.path(), &token));
+    until("two peers", || {
+        let looked = boxes.rails_of(one.path(), &["--look"]);
+        (looked["peers"].as_array().unwrap().len() == 2).then_some(())
+    });
+    let report = boxes.rails_of(one.path(), &[]);
+    let mut names = BTreeSet::new();
+    for peer in report["peers"].as_array().unwrap() {
+        names.insert(peer["name"].as_str().unwrap());
+        let over: Vec<&str> =
+            peer["speeds"].as_array().unwrap().iter().map(|s| s["over"].as_str().unwrap()).collect();
+        assert_eq!(over, ["rail0", "rail1", "together"], "{peer:#}");
+        let measured = &peer["measured"];
+        let runs = measured["alone"].as_array().unwrap().iter().chain([&measured["together"]]);
+        for run in runs {
+            assert!(run["failed"].is_null() && run["bytes"].as_u64().unwrap() >= 60 << 20, "{run:#}");
+        }
+    }
+    assert_eq!(names, BTreeSet::from(["box2", "box3"]));
+    let carries = |peer: &str| {
+        let of = |v: &&Value| v["id"] == "carries" && v["peer"] == peer;
+        report["verdicts"].as_array().unwrap().iter().filter(of).count()
+    };
+    assert_eq!((carries("box2"), carries("box3")), (3, 3), "each rail and both: {report:#}");
+
+    let out = Command::new("ip")
+        .args(["netns", "exec", &boxes.one, env!("CARGO_BIN_EXE_spark-kv"), "rails", "--root"])
+        .arg(one.path())
+        .output()
+        .unwrap();
+    let screen = text(&out.stdout);
+    for words in [
+        "60.0 MiB from box2",
+        "60.0 MiB from box3",
+        "with box2: both rails carry",
+        "with box3: rail0 carries",
+    ] {
+        assert!(screen.contains(words), "{words}: {screen}");
+    }
+}
+
+#[test]
+fn without_a_loopback_device_a_node_says_what_to_do() {
+    let Some(boxes) = Boxes::new("skl") else {
+        println!("skipped: this needs root and `ip netns`");
+        return;
+    };
+    assert!(ip(&["-n", &boxes.one, "link", "set", "lo", "down"]));
+    let root = tempfile::tempdir().unwrap();
+    let mut node = boxes.node(&boxes.one, 1, root.path(), "");
+    let ended = until("end", || node.0.try_wait().unwrap());
+    let log = std::fs::read_to_string(root.path().join("up.log")).unwrap();
+    assert!(!ended.success() && log.contains("`ip link set lo up`"), "{ended}: {log}");
 }

@@ -29,6 +29,16 @@ pub enum Mutant {
     LateWrite,
     /// A rail goes on writing a piece that was given to another one.
     StaleRail,
+    /// A rail gets pieces although it has enough in flight.
+    NoCredit,
+    /// A connection on which nothing is heard is kept.
+    KeepSilent,
+    /// What flew on a rail that is lost goes to no other.
+    LosePieces,
+    /// A fetch goes on after its deadline.
+    LateFetch,
+    /// Rails to a node's earlier life stay open.
+    KeepRails,
     /// Bytes that a group does not cover are stored as found.
     KeepForeignBytes,
     /// Words of another node's earlier life are heard.

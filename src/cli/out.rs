@@ -148,4 +148,16 @@ mod tests {
         let told = Told { exit: Exit::NotFound, what: "no node".into() };
         assert_eq!(finish(Err(anyhow::Error::new(told).context("looking"))), Exit::NotFound);
     }
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let full = || io::Error::other("no space left");
+        let twice =
+            anyhow::Error::from(full()).context("failed to write x: no space left").context("copying");
+        assert_eq!(whole(&twice), "copying: failed to write x: no space left");
+        assert_eq!(
+            whole(&anyhow::Error::from(full()).context("failed to write x")),
+            "failed to write x: no space left"
+        );
+    }
 }

@@ -17,7 +17,7 @@ use super::out::{Exit, Out, Tint, Told, say};
 use super::status::clean;
 use crate::rails::measured::Wire;
 use crate::rails::verdict::{Level, Verdict};
-use crate::rails::{Access, Inventory, Nixl, Rail, Report, Tree, measure};
+use crate::rails::{Access, Inventory, Nixl, Peering, Rail, Report, Tree, measure};
 use crate::settings::{Loaded, load};
 
 #[derive(Debug, Args)]
@@ -101,14 +101,15 @@ fn alone(order: &Rails, loaded: &Loaded, tree: &Arc<Tree>) -> anyhow::Result<Rep
         None
     } else {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        Some(runtime.block_on(measure::measure(tree, &inventory, &order.peer, Wire::Tcp, None)))
+        let measured = runtime.block_on(measure::measure(tree, &inventory, &order.peer, Wire::Tcp, None));
+        Some(Peering { measured: Some(measured), ..Peering::default() })
     };
     if measured.is_none() && !order.look {
         say(
             "no node runs here, so nothing was moved; start one on both boxes, or name the other box with --peer",
         );
     }
-    Ok(Report::of(inventory, context, measured))
+    Ok(Report::of(inventory, context, measured.into_iter().collect()))
 }
 
 fn screen(report: &Report, out: &mut Out) -> std::io::Result<()> {
@@ -128,23 +129,11 @@ fn screen(report: &Report, out: &mut Out) -> std::io::Result<()> {
             clean(&of.device)
         ))?;
     }
-    if !report.speeds.is_empty() {
-        let moved = report.measured.iter().flat_map(|m| &m.alone).map(|run| run.bytes).max().unwrap_or(0);
-        let with = report.peer.as_deref().map_or(String::new(), |peer| format!(" from {}", clean(peer)));
-        out.line(&out.tint(Tint::Bold, &format!("{}{with}", super::status::about(moved))))?;
-        let width = report.speeds.iter().map(|speed| speed.over.len()).max().unwrap_or(0);
-        for speed in &report.speeds {
-            let (rdma, tcp) = (speed.rdma_share * 100.0, speed.tcp_share * 100.0);
-            let over = clean(&speed.over);
-            out.line(&format!(
-                "  {over:width$}  {:7.2} Gb/s   the kernel counted {rdma:.0} % by RDMA, {tcp:.0} % by TCP",
-                speed.gbit_s
-            ))?;
-        }
-        out.line("")?;
+    for peer in report.peers.iter().filter(|peer| !peer.speeds.is_empty()) {
+        speeds(peer, out)?;
     }
     for verdict in &report.verdicts {
-        say_verdict(verdict, out)?;
+        say_verdict(verdict, report.peers.len() > 1, out)?;
     }
     if let Some(fabric) = &report.fabric {
         out.line(&out.tint(Tint::Dim, &format!("note    rows travel over {}", clean(fabric))))?;
@@ -155,6 +144,23 @@ fn screen(report: &Report, out: &mut Out) -> std::io::Result<()> {
         out.line("nothing is wrong with what can be seen without moving anything")?;
     }
     Ok(())
+}
+
+/// What was measured with one other node.
+fn speeds(peer: &Peering, out: &mut Out) -> std::io::Result<()> {
+    let moved = peer.measured.iter().flat_map(|m| &m.alone).map(|run| run.bytes).max().unwrap_or(0);
+    let with = peer.name.as_deref().map_or(String::new(), |name| format!(" from {}", clean(name)));
+    out.line(&out.tint(Tint::Bold, &format!("{}{with}", super::status::about(moved))))?;
+    let width = peer.speeds.iter().map(|speed| speed.over.len()).max().unwrap_or(0);
+    for speed in &peer.speeds {
+        let (rdma, tcp) = (speed.rdma_share * 100.0, speed.tcp_share * 100.0);
+        let over = clean(&speed.over);
+        out.line(&format!(
+            "  {over:width$}  {:7.2} Gb/s   the kernel counted {rdma:.0} % by RDMA, {tcp:.0} % by TCP",
+            speed.gbit_s
+        ))?;
+    }
+    out.line("")
 }
 
 fn table(inventory: &Inventory, out: &mut Out) -> std::io::Result<()> {
@@ -217,14 +223,20 @@ fn nixl_words(nixl: &Nixl) -> String {
     }
 }
 
-fn say_verdict(verdict: &Verdict, out: &mut Out) -> std::io::Result<()> {
+/// With `named`, says which other node it was seen with.
+fn say_verdict(verdict: &Verdict, named: bool, out: &mut Out) -> std::io::Result<()> {
     let (tint, word) = match verdict.level {
         Level::Ok => (Tint::Good, "ok"),
         Level::Note => (Tint::Dim, "note"),
         Level::Warn => (Tint::Warn, "warning"),
         Level::Fail => (Tint::Bad, "FAULT"),
     };
-    out.line(&format!("{} {}", out.tint(tint, &format!("{word:7}")), clean(&verdict.what)))?;
+    let with = verdict.peer.as_ref().filter(|_| named).map_or(String::new(), |peer| format!("with {peer}: "));
+    out.line(&format!(
+        "{} {}",
+        out.tint(tint, &format!("{word:7}")),
+        clean(&format!("{with}{}", verdict.what))
+    ))?;
     for (name, text) in [("because", &verdict.cause), ("to do", &verdict.fix)] {
         if !text.is_empty() {
             out.line(&format!("        {name}: {}", clean(text)))?;

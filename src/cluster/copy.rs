@@ -1,4 +1,4 @@
-//! Makes the copies that [`super::share`] asks for: an ordinary fetch into rows of this module's own, then an ordinary
+//! Makes the copies that [`super::sharing`] asks for: an ordinary fetch into rows of this module's own, then an ordinary
 //! store.
 //!
 //! A copy gives way: it begins only when no engine's load is under way, and one that begins ends it at once. A fetch
@@ -14,7 +14,7 @@ use prometheus::{IntCounter, IntCounterVec};
 use tokio::sync::watch;
 
 use super::Inner;
-use super::share::{Batch, Drive, Share, Sharing, Why};
+use super::sharing::{Batch, Drive, Share, Sharing, Why};
 use crate::base::block::{RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros};
 use crate::base::frame::Outcome;

@@ -4,20 +4,23 @@
 //! [`identity`], [`link`]). Nodes that know each other keep one control connection, on which each tells the other
 //! what it holds ([`proto`], [`peer`], [`drive`]); rows travel on data connections of their own
 //! ([`crate::transfer`]). In idle moments rows that several nodes use are copied, and those that a full node would drop
-//! are taken over ([`share`], [`copy`]). There is no master and no vote: a node that hears nothing of another forgets what the
+//! are taken over ([`sharing`], [`copy`]). There is no master and no vote: a node that hears nothing of another forgets what the
 //! other held, serves alone, and goes on dialling. Everything here is a hint that makes a cache larger: when it is
 //! wrong or gone, rows are computed again.
 
 mod carrier;
 mod copy;
 mod drive;
+mod facts;
 mod identity;
 mod link;
+mod metrics;
 mod peer;
 mod proto;
-mod share;
+mod sharing;
 mod source;
 mod state;
+mod telling;
 mod tls;
 mod token;
 
@@ -43,7 +46,7 @@ use tokio::time::Instant;
 use tokio_rustls::TlsStream;
 
 pub use proto::SpaceFacts;
-pub use share::Sharing;
+pub use sharing::Sharing;
 pub use state::{Member, MemberState, PeerChange};
 pub use token::NotAToken;
 

@@ -9,10 +9,12 @@
 //! for one, and the changes from exactly there on. Memory is bounded on both sides: [`HELD`] keys of the peer,
 //! [`PENDING`] changes not yet sent, 10 MB of them; a queue of messages does not exist, what is due is made when it can be sent.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
+use super::facts::{Match, differences};
 use super::proto::{MAX_KEYS, SpaceFacts, Word};
+use super::telling::Telling;
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::Micros;
 use crate::base::mutant::{self, Mutant};
@@ -77,16 +79,6 @@ pub struct Counts {
     pub over: u64,
 }
 
-/// How the facts of both sides compare.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Match {
-    /// One side has no engine, or its facts are not known yet.
-    Open,
-    Same(Space),
-    /// What differs, by name, with both values.
-    Differ(Vec<String>),
-}
-
 /// A peer that says it is older than what was heard of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("it says that it is generation {said}, but {known} was here already")]
@@ -131,19 +123,6 @@ struct Due {
     resync: bool,
     beat: bool,
     offer: Vec<(RowKey, u32)>,
-}
-
-/// What we tell of ourselves.
-#[derive(Debug, Default)]
-struct Telling {
-    space: Option<Space>,
-    epoch: u32,
-    seq: u64,
-    /// Rest of the snapshot, last key first; `None` when it was sent to its end.
-    snapshot: Option<Vec<(RowKey, u32)>>,
-    part: u32,
-    /// Position of what was added, `None` for what was removed.
-    pending: BTreeMap<RowKey, Option<u32>>,
 }
 
 /// What we were told.
@@ -599,56 +578,6 @@ impl Peer {
         self.matched = Match::Open;
         self.telling = Telling { epoch: self.telling.epoch, ..Telling::default() };
     }
-}
-
-impl Telling {
-    /// The next part of the snapshot, or the next delta once it is sent.
-    fn next(&mut self, most: usize) -> Option<Word> {
-        let (space, epoch) = (self.space?, self.epoch);
-        if let Some(rest) = &mut self.snapshot {
-            let from = rest.len().saturating_sub(most);
-            let mut keys = rest.split_off(from);
-            keys.reverse();
-            let (part, last) = (self.part, rest.is_empty());
-            self.part += 1;
-            if last {
-                self.snapshot = None;
-            }
-            return Some(Word::Snapshot { space, epoch, part, last, keys });
-        }
-        if self.pending.is_empty() {
-            return None;
-        }
-        let (mut added, mut removed) = (Vec::new(), Vec::new());
-        while added.len() + removed.len() < most
-            && let Some((key, position)) = self.pending.pop_first()
-        {
-            match position {
-                Some(position) => added.push((key, position)),
-                None => removed.push(key),
-            }
-        }
-        self.seq += 1;
-        Some(Word::Delta { space, epoch, seq: self.seq, added, removed })
-    }
-}
-
-/// What differs, as sentences for an operator.
-pub fn differences(ours: &SpaceFacts, theirs: &SpaceFacts) -> Vec<String> {
-    let names: std::collections::BTreeSet<&String> = ours.what.keys().chain(theirs.what.keys()).collect();
-    let said = |facts: &SpaceFacts, name: &String| {
-        facts.what.get(name).cloned().unwrap_or_else(|| "not known".to_owned())
-    };
-    let mut list: Vec<String> = names
-        .into_iter()
-        .filter(|&name| ours.what.get(name) != theirs.what.get(name))
-        .map(|name| format!("{name} is {} here and {} there", said(ours, name), said(theirs, name)))
-        .collect();
-    if list.is_empty() && ours.space != theirs.space {
-        let of = |s: Space| format!("{:?} rank {} of {}", s.namespace, s.rank.index, s.rank.of);
-        list.push(format!("the namespace is {} here and {} there", of(ours.space), of(theirs.space)));
-    }
-    list
 }
 
 #[cfg(test)]

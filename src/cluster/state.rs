@@ -9,13 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use prometheus::{IntCounter, IntCounterVec, IntGauge};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, watch};
 use tokio_util::sync::CancellationToken;
 
+use super::facts::Match;
 use super::identity::{Fingerprint, Pin};
-use super::peer::{Counts, Event, Match, Peer, Room};
+use super::metrics::Metrics;
+use super::peer::{Counts, Event, Peer, Room};
 use super::proto::{Hello, SpaceFacts, Word};
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::{Clock, Micros, unix_seconds};
@@ -64,60 +65,6 @@ pub struct Member {
     pub differs: Vec<String>,
     /// Its last word about itself.
     pub note: serde_json::Value,
-}
-
-/// Series of this module.
-#[derive(Clone, Debug)]
-pub struct Metrics {
-    pub connected: IntGauge,
-    pub keys: IntGauge,
-    pub sessions: IntCounter,
-    pub refused: IntCounterVec,
-    pub resyncs: IntCounter,
-    pub stale: IntCounter,
-    pub over: IntCounter,
-    pub malformed: IntCounter,
-    pub relays: IntCounterVec,
-}
-
-impl Metrics {
-    pub fn new(meter: &Meter) -> Self {
-        let refused = meter.counters(
-            "cluster_joins_refused_total",
-            "Nodes that were not let in, by reason.",
-            &["reason"],
-        );
-        for reason in ["unknown", "used", "expired", "stranger", "version", "crowd", "name"] {
-            refused.with_label_values(&[reason]);
-        }
-        Self {
-            connected: meter.gauge("cluster_peers_connected", "Other nodes with a live session."),
-            keys: meter.gauge("cluster_peer_keys", "Rows that other nodes are known to hold."),
-            sessions: meter.counter("cluster_sessions_total", "Sessions with other nodes that began."),
-            refused,
-            resyncs: meter.counter(
-                "cluster_resyncs_total",
-                "Times another node's index was asked for again because a part was missing.",
-            ),
-            stale: meter.counter(
-                "cluster_stale_words_total",
-                "Messages of an earlier generation of a node that were dropped.",
-            ),
-            over: meter.counter(
-                "cluster_keys_over_limit_total",
-                "Keys of other nodes that were not kept because the index of that node was full.",
-            ),
-            malformed: meter.counter(
-                "cluster_malformed_total",
-                "Connections between nodes closed because of what was sent on them.",
-            ),
-            relays: meter.counters(
-                "cluster_relays_total",
-                "Streams relayed between nodes, by direction.",
-                &["direction"],
-            ),
-        }
-    }
 }
 
 /// What every part of the cluster needs.
@@ -488,6 +435,12 @@ impl Shared {
         if let Some(old) = old {
             old.replaced.cancel();
         }
+        // Rails to an earlier life are of no use, and what still comes over them is not its word any more.
+        if hello.generation > entry.peer.generation()
+            && let Some((_, rails)) = entry.fetcher.take_if(|_| !mutant::on(Mutant::KeepRails))
+        {
+            rails.close();
+        }
         entry.data.clone_from(&hello.data);
         if !was_up {
             entry.since = unix_seconds();
@@ -609,7 +562,7 @@ impl Shared {
 
     fn down(&self, entry: &mut Entry, why: String) {
         tracing::warn!(peer = entry.pin.name, why, "the session with a node ended");
-        if let Some((_, fetcher)) = entry.fetcher.take() {
+        if let Some((_, fetcher)) = entry.fetcher.take_if(|_| !mutant::on(Mutant::KeepRails)) {
             fetcher.close();
         }
         if !mutant::on(Mutant::KeepTicket) {

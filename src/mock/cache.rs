@@ -113,6 +113,11 @@ impl Lru {
         }
     }
 
+    /// How many are in use and cannot be evicted.
+    pub fn pinned(&self) -> usize {
+        self.entries.len() - self.order.len()
+    }
+
     /// Takes out everything that is not pinned. Whether that was all.
     pub fn clear(&mut self) -> bool {
         while let Some((_, key)) = self.order.pop_first() {

@@ -213,6 +213,11 @@ impl Engine {
         &self.0.counts
     }
 
+    /// Rows of the shared area that a request or a job holds.
+    pub fn pinned_rows(&self) -> usize {
+        self.0.caches.lock().rows.pinned()
+    }
+
     /// Whether a node is connected.
     pub fn has_node(&self) -> bool {
         self.0.link.as_ref().is_some_and(|link| link.view().is_some())

@@ -236,13 +236,15 @@ async fn metrics(State(served): State<Served>) -> String {
     let counts = served.engine.counts();
     let labels = format!("{{model_name=\"{}\",engine=\"0\"}}", served.name);
     let node = AtomicU64::new(served.engine.has_node().into());
-    let series: [(&str, &str, &AtomicU64); 12] = [
+    let pinned = AtomicU64::new(served.engine.pinned_rows() as u64);
+    let series: [(&str, &str, &AtomicU64); 13] = [
         ("vllm:num_requests_running", "gauge", &counts.running),
         ("vllm:num_requests_waiting", "gauge", &counts.waiting),
         ("vllm:prompt_tokens_total", "counter", &counts.prompt_tokens),
         ("vllm:prompt_tokens_cached_total", "counter", &counts.cached_tokens),
         ("vllm:generation_tokens_total", "counter", &counts.words),
         ("mock_node_connected", "gauge", &node),
+        ("mock_rows_pinned", "gauge", &pinned),
         ("mock_requests_total", "counter", &counts.requests),
         ("mock_loads_total", "counter", &counts.loads),
         ("mock_stores_total", "counter", &counts.stores),

@@ -53,6 +53,8 @@ const CLOSE: Duration = Duration::from_secs(4);
 pub enum Error {
     #[error("failed to listen on {address}: {source}")]
     Listen { address: String, source: io::Error },
+    #[error("failed to listen on {0}: the loopback device is down; bring it up with `ip link set lo up`")]
+    Loopback(String),
     #[error("failed to {what} {path}: {source}")]
     File { what: &'static str, path: PathBuf, source: io::Error },
     #[error("the store: {0}")]
@@ -237,7 +239,12 @@ async fn watch_rails(
 
 async fn listen(settings: &Settings) -> Result<TcpListener, Error> {
     let address = format!("{}:{}", settings.listen.address, settings.listen.port);
-    TcpListener::bind(&address).await.map_err(|source| Error::Listen { address, source })
+    let loopback = settings.listen.address.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    TcpListener::bind(&address).await.map_err(|source| match source.kind() {
+        // Every machine has its loopback addresses, unless the device is down, as in a fresh network namespace.
+        io::ErrorKind::AddrNotAvailable if loopback => Error::Loopback(address),
+        _ => Error::Listen { address, source },
+    })
 }
 
 async fn recover(settings: &Settings, places: &Places, clock: &Clock, meter: &Meter) -> Result<Store, Error> {

@@ -12,7 +12,7 @@ use crate::engine::provision;
 use crate::rails::measure::{self, Mover, Ran};
 use crate::rails::measured::Wire;
 use crate::rails::verdict::Context;
-use crate::rails::{Inventory, Nixl, Report, Tree};
+use crate::rails::{Inventory, Nixl, Peering, Report, Tree};
 use crate::settings::Settings;
 use crate::transfer::{Fetcher, Way};
 
@@ -58,7 +58,7 @@ pub fn rails_context(settings: &Settings) -> Context {
     }
 }
 
-/// Describes this node's rails, and measures those to one connected node when `transfer` says so.
+/// Describes this node's rails, and measures those to each connected node, one after the other, when `transfer` says so.
 pub(super) async fn report(parts: Parts, transfer: bool) -> Report {
     let data = data_addresses(&parts.settings);
     let view = parts.rails.view();
@@ -68,21 +68,21 @@ pub(super) async fn report(parts: Parts, transfer: bool) -> Report {
         tokio::task::spawn_blocking(move || Inventory::read(&tree, &data)).await
     };
     let inventory = read.unwrap_or(view.inventory);
-    let peer = parts.cluster.rails().into_iter().next();
-    let there = peer.as_ref().and_then(|(name, _)| said_by(&parts, name));
-    let context = Context { there, gids_at_start: view.gids_at_start, ..rails_context(&parts.settings) };
-    let measured = match &peer {
-        Some((_, fetcher)) if transfer => {
-            let ways = Ways::of(fetcher.clone(), &inventory);
+    let mut peers = Vec::new();
+    for (name, fetcher) in parts.cluster.rails() {
+        let there = said_by(&parts, &name);
+        let mut peer = Peering { name: Some(name), there, ..Peering::default() };
+        if transfer {
+            let ways = Ways::of(fetcher, &inventory);
             let ends = ways.ends.clone();
-            Some(measure::measure(&tree, &inventory, &ends, Wire::Tcp, Some(&ways)).await)
+            peer.measured = Some(measure::measure(&tree, &inventory, &ends, Wire::Tcp, Some(&ways)).await);
         }
-        _ => None,
-    };
-    let report = Report::of(inventory, context, measured);
+        peers.push(peer);
+    }
+    let context = Context { gids_at_start: view.gids_at_start, ..rails_context(&parts.settings) };
     let node = Some(parts.settings.node.name.clone());
     let fabric = Some(parts.cluster.carried_by().to_owned());
-    Report { node, peer: peer.map(|(name, _)| name), uses: view.uses, fabric, ..report }
+    Report { node, uses: view.uses, fabric, ..Report::of(inventory, context, peers) }
 }
 
 /// What another node said of its rails with its last heartbeat.

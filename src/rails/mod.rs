@@ -19,7 +19,7 @@ mod watch;
 
 pub use inventory::{Gid, Host, Inventory, Pcie, Rail, Rdma};
 pub use nixl::Nixl;
-pub use report::{Report, Speed};
+pub use report::{Peering, Report, Speed};
 pub use sampler::{Sampler, View};
 pub use tree::{Access, Error, Net, Tree};
 pub use watch::Use;

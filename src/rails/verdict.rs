@@ -71,6 +71,39 @@ pub enum Id {
     Carries,
 }
 
+impl Id {
+    /// Whether it is about this machine and another one, and not about this one alone.
+    fn is_between_nodes(self) -> bool {
+        match self {
+            Self::CableCrossed
+            | Self::MtuNotEndToEnd
+            | Self::RailSilent
+            | Self::OnlyOneRail
+            | Self::RdmaWasTcp
+            | Self::TcpByChoice
+            | Self::NicDegraded
+            | Self::RailSlow
+            | Self::BothSlow
+            | Self::Errors
+            | Self::Uncounted
+            | Self::Carries => true,
+            Self::NoRails
+            | Self::NoCable
+            | Self::TwinNotConfigured
+            | Self::RailNotUsed
+            | Self::SameSubnet
+            | Self::PcieNarrow
+            | Self::GidMissing
+            | Self::GidDrift
+            | Self::SmallMtu
+            | Self::MemlockSmall
+            | Self::KernelHandover
+            | Self::DeviceForbidden
+            | Self::CardSwitchedOff => false,
+        }
+    }
+}
+
 /// How much it matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -92,6 +125,9 @@ pub struct Verdict {
     pub level: Level,
     /// Device it is about. None: the pair, or the machine.
     pub rail: Option<String>,
+    /// The other node, when it was seen with one of them.
+    #[serde(default)]
+    pub peer: Option<String>,
     /// What was seen, with its figures.
     pub what: String,
     pub cause: String,
@@ -100,11 +136,20 @@ pub struct Verdict {
 
 impl Verdict {
     fn new(level: Level, id: Id, what: impl Into<String>) -> Self {
-        Self { id, level, rail: None, what: what.into(), cause: String::new(), fix: String::new() }
+        let (rail, peer, cause, fix) = (None, None, String::new(), String::new());
+        Self { id, level, rail, peer, what: what.into(), cause, fix }
     }
 
     fn on(mut self, rail: &str) -> Self {
         self.rail = Some(rail.to_owned());
+        self
+    }
+
+    /// Names the other node, when that has a say in it.
+    pub(super) fn with(mut self, peer: Option<&str>) -> Self {
+        if self.id.is_between_nodes() {
+            self.peer = peer.map(str::to_owned);
+        }
         self
     }
 

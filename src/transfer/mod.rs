@@ -14,6 +14,7 @@ mod arrival;
 #[cfg(test)]
 mod conform;
 mod fabric;
+mod line;
 pub mod nixl;
 mod onesided;
 mod pantry;
@@ -24,6 +25,9 @@ mod probe;
 mod rail;
 mod serve;
 mod share;
+#[cfg(test)]
+pub mod sim;
+mod wait;
 mod wire;
 
 use bytes::Bytes;

@@ -19,11 +19,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 use super::Reason;
 use super::wire::Head;
 use crate::base::block::{RowItem, Space};
+use crate::base::clock::Micros;
 use crate::base::frame::Outcome;
 use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
@@ -32,7 +32,8 @@ use crate::base::rows::Rows;
 #[derive(Debug)]
 pub struct Fetch {
     pub id: u64,
-    pub deadline: Option<Instant>,
+    /// In the time of its [`Pool`](super::pool::Pool).
+    pub deadline: Option<Micros>,
     rows: Arc<Rows>,
     items: Vec<RowItem>,
     piece_bytes: usize,
@@ -126,7 +127,7 @@ impl Fetch {
         rows: &Arc<Rows>,
         items: &[RowItem],
         piece_bytes: usize,
-        deadline: Option<Instant>,
+        deadline: Option<Micros>,
         ahead: &Arc<AtomicUsize>,
     ) -> Arc<Self> {
         let parts = rows.row_bytes().div_ceil(piece_bytes.max(1)).max(1);

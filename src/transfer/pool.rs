@@ -1,4 +1,4 @@
-//! What the rails to one peer share: the line of pieces, and each rail's figures.
+//! What the rails to one peer share: the line of pieces, and each rail's figures. No clock: `now` is an argument.
 //!
 //! One lock guards the line ([`Share`]) and the count of rails that are up; it is held for a decision, never across
 //! anything else. Each rail has a bell that is rung when there may be something for it, and a list of what its peer
@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use prometheus::IntCounter;
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 use super::piece::{Fetch, Piece};
 use super::share::{Given, Share};
@@ -40,7 +39,6 @@ pub const PIECE_BYTES: usize = 1 << 20;
 pub struct Pool {
     state: Mutex<State>,
     slots: Box<[Slot]>,
-    epoch: Instant,
     ahead: Arc<AtomicUsize>,
     piece_bytes: usize,
     next_fetch: AtomicU64,
@@ -124,7 +122,6 @@ impl Pool {
                 ahead: VecDeque::new(),
             }),
             slots: paths.into_iter().map(slot).collect(),
-            epoch: Instant::now(),
             ahead: Arc::default(),
             piece_bytes,
             next_fetch: AtomicU64::new(1),
@@ -133,7 +130,7 @@ impl Pool {
     }
 
     /// Lines up a fetch.
-    pub fn fetch(&self, rows: &Arc<Rows>, items: &[RowItem], deadline: Option<Instant>) -> Arc<Fetch> {
+    pub fn fetch(&self, rows: &Arc<Rows>, items: &[RowItem], deadline: Option<Micros>) -> Arc<Fetch> {
         let id = self.next_fetch.fetch_add(1, Ordering::Relaxed);
         let fetch = Fetch::new(id, rows, items, self.piece_bytes, deadline, &self.ahead);
         self.push(&fetch);
@@ -177,8 +174,9 @@ impl Pool {
         }
     }
 
-    pub fn now(&self) -> Micros {
-        Micros::default().plus(self.epoch.elapsed())
+    /// Counts rows that do not come.
+    pub fn failed(&self, reason: Reason, rows: usize) {
+        self.metrics.failed(reason, rows);
     }
 
     /// Ends when there may be something for `rail`. Cancel-safe.
@@ -191,8 +189,7 @@ impl Pool {
     }
 
     /// The next piece for `rail`, and its turn.
-    pub fn pull(&self, rail: usize) -> Option<Given<Piece, u32>> {
-        let now = self.now();
+    pub fn pull(&self, rail: usize, now: Micros) -> Option<Given<Piece, u32>> {
         let given = self.state.lock().share.pull(rail, now, Piece::begin)?;
         if let Some(loser) = given.taken_from {
             self.slots[loser].cancels.lock().push((given.piece.fetch.id, given.number));
@@ -228,8 +225,7 @@ impl Pool {
         self.state.lock().share.is_busy()
     }
 
-    pub fn moved(&self, rail: usize, bytes: u64) {
-        let now = self.now();
+    pub fn moved(&self, rail: usize, bytes: u64, now: Micros) {
         self.state.lock().share.moved(rail, bytes, now);
         let slot = &self.slots[rail];
         slot.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -237,13 +233,12 @@ impl Pool {
         slot.counted.bytes.inc_by(bytes);
     }
 
-    pub fn landed(&self, rail: usize) {
-        let now = self.now();
+    pub fn landed(&self, rail: usize, now: Micros) {
         self.state.lock().share.landed(rail, now);
     }
 
     /// `rail` is open.
-    pub fn up(&self, rail: usize) {
+    pub fn up(&self, rail: usize, now: Micros) {
         let slot = &self.slots[rail];
         slot.cancels.lock().clear();
         slot.up.store(true, Ordering::Release);
@@ -251,7 +246,6 @@ impl Pool {
             slot.counted.reconnects.inc();
         }
         self.metrics.rails.inc();
-        let now = self.now();
         let mut state = self.state.lock();
         state.share.up(rail, now);
         state.hopeful[rail] = true;

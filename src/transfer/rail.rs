@@ -1,12 +1,9 @@
-//! The fetching side: rails that pull pieces, and what each rail does with the bytes that come.
+//! The fetching side: rails, each with the connection that it owns.
 //!
-//! A rail owns its connection. It keeps as many pieces in flight as the line gives it ([`super::share`]), and reads
-//! each payload into its row in the portions in which the socket has it. A piece whose gate was closed meanwhile, or
-//! that another rail has taken over, is read to nowhere: the connection stays usable for the other fetches that share
-//! it. The serving side says at least every [`wire::BEAT`] that it is there; a rail that hears nothing for [`SILENCE`]
-//! gives its connection up, what flew on it goes to the other rails, and it dials again.
+//! What is asked for and what becomes of an answer is decided in [`super::line`]; here are the socket, the clock and
+//! the waiting. Each payload goes into its row in the portions in which the socket has it. A connection that is over,
+//! by an error or by silence, gives what flew on it to the other rails, and the rail dials again.
 
-use std::collections::VecDeque;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,22 +15,19 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::line::{self, Behind, Lies, Line};
 use super::onesided::Reader;
-use super::piece::{Ended, Fetch, Piece, Taken};
+use super::piece::Piece;
 use super::pool::{PIECE_BYTES, Pool, RailStatus};
 use super::probe::{self, Probe, Way};
+use super::wait::Waits;
 use super::wire::{self, Ask, HEAD, Head, Ticket, Want};
 use super::{Fabric, Metrics, Path, Reason, Stream};
 use crate::base::block::RowItem;
-use crate::base::checksum::crc64;
+use crate::base::clock::Micros;
 use crate::base::frame::Outcome;
-use crate::base::mutant::{self, Mutant};
 use crate::base::rows::Rows;
 use crate::tasks::{Kind, Tasks};
-
-/// Longest time without a byte while the serving side owes an answer: ten of its beats. A lost packet is sent again
-/// after 0.2, 0.4 and 0.8 seconds, so two losses in a row are survived.
-const SILENCE: Duration = Duration::from_secs(1);
 
 /// How often a rail without work looks whether it has to help another one.
 const HELP: Duration = Duration::from_millis(20);
@@ -68,6 +62,8 @@ pub struct Options {
 #[derive(Clone, Debug)]
 pub struct Fetcher {
     pool: Arc<Pool>,
+    /// When the pool's time began.
+    epoch: Instant,
     paths: Arc<[Path]>,
     fabric: Fabric,
     ticket: Ticket,
@@ -99,7 +95,7 @@ impl Fetcher {
         tasks: &Tasks,
     ) -> Self {
         let pool = Arc::new(Pool::new(paths.clone(), options.piece_bytes, metrics));
-        let closed = tasks.stopping().child_token();
+        let (closed, epoch) = (tasks.stopping().child_token(), Instant::now());
         for number in 0..paths.len() {
             let rail = Rail {
                 fabric: fabric.clone(),
@@ -107,12 +103,14 @@ impl Fetcher {
                 ticket,
                 patience: options.patience,
                 pool: pool.clone(),
+                epoch,
                 metrics: metrics.clone(),
             };
             let closed = closed.clone();
             tasks.spawn(Kind::Serving, "rail", async move { rail.run(&closed).await });
         }
-        Self { pool, paths: paths.into(), fabric: fabric.clone(), ticket, metrics: metrics.clone(), closed }
+        let (fabric, metrics) = (fabric.clone(), metrics.clone());
+        Self { pool, epoch, paths: paths.into(), fabric, ticket, metrics, closed }
     }
 
     /// Ends all rails; everything that is being fetched is failed at once.
@@ -150,46 +148,34 @@ impl Fetcher {
             self.metrics.failed(Reason::Deadline, items.len());
             return vec![Outcome::Failed; items.len()];
         }
-        let waits = Waits { fetch: self.pool.fetch(rows, items, deadline), pool: &self.pool };
-        let fetch = &waits.fetch;
+        let until = deadline.map(|deadline| micros(self.epoch, deadline));
+        let waits = Waits::new(&self.pool, rows, items, until);
         let late = async {
             match deadline {
                 Some(deadline) => tokio::time::sleep_until(deadline).await,
                 None => std::future::pending().await,
             }
         };
-        let rest = tokio::select! {
-            biased;
-            () = fetch.settled() => None,
-            () = self.closed.cancelled() => Some(Reason::Connection),
-            () = late => Some(Reason::Deadline),
-        };
-        if let Some(reason) = rest {
-            self.metrics.failed(reason, fetch.fail_rest());
-            self.pool.cancel(fetch);
+        tokio::pin!(late);
+        loop {
+            if let Some(over) = waits.over(micros(self.epoch, Instant::now()), self.closed.is_cancelled()) {
+                let outcomes = waits.end(over);
+                waits.landed().await;
+                return outcomes;
+            }
+            tokio::select! {
+                biased;
+                () = waits.settled() => {}
+                () = self.closed.cancelled() => {}
+                () = &mut late => {}
+            }
         }
-        let outcomes = fetch.close();
-        fetch.landed().await;
-        outcomes
     }
 }
 
-/// The side that waits for a fetch. However it ends, the gates are closed and nothing lands any more. Dropped in the
-/// middle of reads of the peer's memory, it blocks until they have ended, which they do within a second.
-struct Waits<'a> {
-    fetch: Arc<Fetch>,
-    pool: &'a Pool,
-}
-
-impl Drop for Waits<'_> {
-    fn drop(&mut self) {
-        let given_up = !self.fetch.is_settled();
-        self.fetch.close();
-        if given_up {
-            self.pool.cancel(&self.fetch);
-        }
-        self.fetch.wait_landed();
-    }
+/// The pool's time at a moment.
+fn micros(epoch: Instant, at: Instant) -> Micros {
+    Micros::default().plus(at.saturating_duration_since(epoch))
 }
 
 /// One connection along one path, opened again whenever it ends.
@@ -199,10 +185,15 @@ struct Rail {
     ticket: Ticket,
     patience: Duration,
     pool: Arc<Pool>,
+    epoch: Instant,
     metrics: Metrics,
 }
 
 impl Rail {
+    fn now(&self) -> Micros {
+        micros(self.epoch, Instant::now())
+    }
+
     async fn run(self, closed: &CancellationToken) {
         let path = self.pool.path(self.number).clone();
         let mut pause = BACKOFF_FIRST;
@@ -215,14 +206,16 @@ impl Rail {
             match opened {
                 Ok((stream, reader)) => {
                     pause = BACKOFF_FIRST;
-                    self.pool.up(self.number);
-                    let mut line = Line::new(stream, self.number, &self.pool, &self.metrics, reader);
+                    let now = self.now();
+                    self.pool.up(self.number, now);
+                    let line = Line::new(self.number, &self.pool, &self.metrics, self.patience, now);
+                    let mut talk = Talk::new(stream, line, reader, &self);
                     let error = tokio::select! {
                         () = closed.cancelled() => break,
-                        error = line.serve(self.patience) => error,
+                        error = talk.serve() => error,
                     };
                     fruitless =
-                        if line.read_something { 0 } else { fruitless + u32::from(line.read_nothing) };
+                        if talk.read_something { 0 } else { fruitless + u32::from(talk.read_nothing) };
                     if fruitless == FRUITLESS {
                         tracing::warn!(rail = path.name, %error, "reads fail from the start: bytes are sent from now on");
                     }
@@ -295,98 +288,58 @@ pub(super) async fn open(fabric: &Fabric, path: &Path, ticket: Ticket) -> io::Re
     tokio::time::timeout(CONNECT_WAIT, open).await?
 }
 
-/// A piece that was asked for.
-#[derive(Debug)]
-struct Expected {
-    number: u64,
-    piece: Piece,
-    turn: u32,
-}
-
-/// A payload that is arriving.
-#[derive(Debug)]
-struct Payload {
-    expected: Expected,
-    length: usize,
-    got: usize,
-    /// False: nobody waits for it, and it is read to nowhere.
-    wanted: bool,
-}
-
-/// An answer whose turn it is to be booked after those before it: a piece that is being read out of the other side's
-/// memory, or one that did not come while such a read was under way.
-#[derive(Debug)]
-enum Behind {
-    Read(Expected),
-    Nothing,
-}
-
-/// An open connection and everything in flight on it.
-struct Line {
+/// A connection, and the line that says what to do with it.
+struct Talk<'a> {
+    rail: &'a Rail,
     stream: Stream,
+    line: Line,
     reader: Option<Reader>,
-    behind: VecDeque<Behind>,
     /// Whether a read of the other side's memory has worked, and whether one has failed.
     read_something: bool,
     read_nothing: bool,
-    rail: usize,
-    pool: Arc<Pool>,
-    metrics: Metrics,
     /// Words not written yet, and how far they are.
     words: Vec<u8>,
     written: usize,
-    expected: VecDeque<Expected>,
     head: [u8; HEAD],
     head_got: usize,
-    payload: Option<Payload>,
     scratch: Box<[u8]>,
-    /// Last byte of any kind, and last byte or answer that somebody waited for.
-    heard: Instant,
-    moved: Instant,
 }
 
-impl Line {
-    fn new(stream: Stream, rail: usize, pool: &Arc<Pool>, metrics: &Metrics, reader: Option<Reader>) -> Self {
-        let now = Instant::now();
+impl<'a> Talk<'a> {
+    fn new(stream: Stream, line: Line, reader: Option<Reader>, rail: &'a Rail) -> Self {
         Self {
+            rail,
             stream,
+            line,
             reader,
-            behind: VecDeque::new(),
             read_something: false,
             read_nothing: false,
-            rail,
-            pool: pool.clone(),
-            metrics: metrics.clone(),
             words: Vec::new(),
             written: 0,
-            expected: VecDeque::new(),
             head: [0; HEAD],
             head_got: 0,
-            payload: None,
             scratch: vec![0; SCRATCH].into(),
-            heard: now,
-            moved: now,
         }
     }
 
     /// Asks and receives until the connection fails; the error says how. Cancel-safe: every step is booked when it
     /// is done.
-    async fn serve(&mut self, patience: Duration) -> io::Error {
-        let (pool, rail) = (self.pool.clone(), self.rail);
+    async fn serve(&mut self) -> io::Error {
+        let rail = self.rail;
         loop {
-            self.ask();
-            let busy = self.is_busy();
-            let until = self.until(patience);
-            let helps = !busy && pool.is_busy();
-            let wake = if busy { until } else { Instant::now() + HELP };
+            let (words, reader) = (&mut self.words, &mut self.reader);
+            let reads = |rows: &Arc<Rows>| reader.as_mut().is_some_and(|reader| reader.takes(rows));
+            self.line.ask(rail.now(), reads, |ask| words.extend_from_slice(&ask.encode()));
+            let until = self.line.until().map(|until| rail.epoch + until.since(Micros::default()));
+            let helps = until.is_none() && rail.pool.is_busy();
+            let wake = until.unwrap_or_else(|| Instant::now() + HELP);
             tokio::select! {
                 moved = std::future::poll_fn(|cx| self.step(cx)) => if let Err(error) = moved {
                     return error;
                 },
-                () = pool.rung(rail) => {}
-                () = tokio::time::sleep_until(wake), if busy || helps => {
-                    let until = self.until(patience);
-                    if busy && Instant::now() >= until {
+                () = rail.pool.rung(rail.number) => {}
+                () = tokio::time::sleep_until(wake), if until.is_some() || helps => {
+                    if self.line.is_over(rail.now()) {
                         return io::Error::new(io::ErrorKind::TimedOut, "no bytes came in time");
                     }
                 }
@@ -394,79 +347,43 @@ impl Line {
         }
     }
 
-    /// When this has been silent for too long. Reads of the other side's memory are watched by who carries them out.
-    fn until(&self, patience: Duration) -> Instant {
-        let patient = self.moved + patience;
-        let owed = !self.expected.is_empty() || self.payload.is_some();
-        if owed { patient.min(self.heard + SILENCE) } else { patient }
-    }
-
-    fn is_busy(&self) -> bool {
-        !self.expected.is_empty() || self.payload.is_some() || !self.behind.is_empty()
-    }
-
-    /// Puts into words what is to be forgotten, what is wanted next, and what soon.
-    fn ask(&mut self) {
-        for (fetch, id) in self.pool.cancels(self.rail) {
-            self.say(&Ask::plain(Want::Cancel, fetch, id, 0));
-        }
-        if !self.is_busy() {
-            (self.heard, self.moved) = (Instant::now(), Instant::now());
-        }
-        while let Some((fetch, row)) = self.pool.next_ahead() {
-            self.say(&word(Want::Ahead, &fetch, row, 0, 0, 0));
-        }
-        while let Some(given) = self.pool.pull(self.rail) {
-            let (number, piece, turn) = (given.number, given.piece, given.begun);
-            let reads = self.reader.as_mut().is_some_and(|reader| reader.takes(piece.rows()));
-            let want = if reads { Want::Read } else { Want::Pull };
-            let ask = word(want, &piece.fetch, piece.row, number, piece.offset(), piece.length());
-            self.say(&ask);
-            self.expected.push_back(Expected { number, piece, turn });
-        }
-    }
-
-    fn say(&mut self, ask: &Ask) {
-        self.words.extend_from_slice(&ask.encode());
-    }
-
     /// Writes and reads what can be without waiting. Ready when a piece was answered or the connection failed.
     fn step(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if let Poll::Ready(Err(error)) = self.poll_write(cx) {
             return Poll::Ready(Err(error));
         }
-        if !self.behind.is_empty() && self.poll_behind(cx)?.is_ready() {
+        if self.line.behind().is_some() && self.poll_behind(cx)?.is_ready() {
             return Poll::Ready(Ok(()));
         }
-        loop {
+        if self.line.left() == 0 {
+            ready!(self.poll_head(cx))?;
+        }
+        while self.line.left() > 0 {
             // The pieces before it are being read: their turn is first, and it waits in the socket.
-            if self.payload.is_some() && !self.behind.is_empty() {
+            if self.line.behind().is_some() {
                 return Poll::Pending;
             }
-            match self.payload.take() {
-                None => {
-                    ready!(self.poll_head(cx))?;
-                    if self.payload.is_none() {
-                        return Poll::Ready(Ok(()));
-                    }
-                }
-                Some(mut payload) => match self.poll_payload(cx, &mut payload) {
-                    Poll::Ready(Ok(true)) => {
-                        self.finish(payload);
-                        return Poll::Ready(Ok(()));
-                    }
-                    Poll::Ready(Ok(false)) => self.payload = Some(payload),
-                    Poll::Ready(Err(error)) => {
-                        self.payload = Some(payload);
-                        return Poll::Ready(Err(error));
-                    }
-                    Poll::Pending => {
-                        self.payload = Some(payload);
-                        return Poll::Pending;
-                    }
-                },
-            }
+            ready!(self.poll_payload(cx))?;
         }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Books what has been read out of the other side's memory, and what came behind it. Ready when something was.
+    fn poll_behind(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let read = match (self.line.behind(), &mut self.reader) {
+            (Some(Behind::Nothing), _) => false,
+            (Some(Behind::Read), Some(reader)) => {
+                let ended = ready!(reader.poll_ended(cx));
+                self.read_something |= matches!(ended, Ok(true));
+                self.read_nothing = ended.is_err();
+                ended?
+            }
+            _ => return Poll::Pending,
+        };
+        if let Some(row) = self.line.on_read(self.rail.now(), read) {
+            self.finish(row);
+        }
+        Poll::Ready(Ok(()))
     }
 
     fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -482,167 +399,46 @@ impl Line {
         Poll::Ready(Ok(()))
     }
 
-    /// Books what has been read out of the other side's memory, and what came behind it. Ready when something was.
-    fn poll_behind(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let read = match self.behind.front() {
-            None => return Poll::Pending,
-            Some(Behind::Nothing) => false,
-            Some(Behind::Read(_)) => {
-                let Some(reader) = &mut self.reader else { return Poll::Pending };
-                let ended = ready!(reader.poll_ended(cx));
-                self.read_something |= matches!(ended, Ok(true));
-                self.read_nothing = ended.is_err();
-                ended?
-            }
-        };
-        self.heard = Instant::now();
-        self.moved = self.heard;
-        let Some(Behind::Read(expected)) = self.behind.pop_front() else {
-            self.pool.landed(self.rail);
-            return Poll::Ready(Ok(()));
-        };
-        self.say(&Ask::plain(Want::Taken, expected.piece.fetch.id, expected.number, 0));
-        let length = expected.piece.length();
-        if read {
-            self.pool.moved(self.rail, length as u64);
-            self.metrics.read_bytes.inc_by(length as u64);
-        }
-        self.finish(Payload { expected, length, got: length, wanted: read });
-        Poll::Ready(Ok(()))
-    }
-
     fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.head_got < HEAD {
             let into = &mut self.head[self.head_got..];
             self.head_got += ready!(poll_some(&mut self.stream, cx, into))?;
         }
         self.head_got = 0;
-        self.heard = Instant::now();
         let head = Head::decode(&self.head).map_err(io::Error::other)?;
-        Poll::Ready(self.begin(&head))
+        let lies =
+            self.line.on_head(self.rail.now(), &head, self.reader.is_some()).map_err(io::Error::other)?;
+        if let (Some(Lies { piece, turn, at }), Some(reader)) = (lies, &self.reader) {
+            reader.read(&piece, turn, at);
+        }
+        Poll::Ready(Ok(()))
     }
 
-    /// Decides what becomes of the piece that `head` announces.
-    fn begin(&mut self, head: &Head) -> io::Result<()> {
-        let Some(expected) = self.expected.front() else {
-            return Err(io::Error::other("an answer that nobody asked for"));
-        };
-        let Expected { number, ref piece, turn } = *expected;
-        if (head.id, head.space, head.key) != (number, piece.fetch.space(), piece.item().key) {
-            return Err(io::Error::other("another piece than the one whose turn it is"));
-        }
-        if head.kind == wire::Kind::Wait {
-            return Ok(());
-        }
-        self.moved = self.heard;
-        let reason = match head.kind {
-            wire::Kind::Piece | wire::Kind::Lies => piece.check(head).err(),
-            wire::Kind::Missing => Some(Reason::Missing),
-            // Cancelled pieces are somebody else's, or nobody's. Of the others the serving side says that their
-            // patience is over.
-            _ => piece.is_turn(turn).then_some(Reason::Deadline),
-        };
-        if let Some(reason) = reason
-            && piece.fetch.fail(piece.row)
-        {
-            self.metrics.failed(reason, 1);
-        }
-        let expected = self.expected.pop_front().expect("it was in front");
-        match (head.kind, &self.reader) {
-            (wire::Kind::Piece, _) => {
-                let length = head.length as usize;
-                self.payload = Some(Payload { expected, length, got: 0, wanted: reason.is_none() });
-            }
-            (wire::Kind::Lies, Some(reader)) if reason.is_none() => {
-                reader.read(&expected.piece, expected.turn, head.at);
-                self.behind.push_back(Behind::Read(expected));
-            }
-            _ => {
-                if head.kind == wire::Kind::Lies {
-                    self.say(&Ask::plain(Want::Taken, expected.piece.fetch.id, expected.number, 0));
-                }
-                if self.behind.is_empty() {
-                    self.pool.landed(self.rail);
-                } else {
-                    self.behind.push_back(Behind::Nothing);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads one portion of a payload; true when it was the last.
-    fn poll_payload(&mut self, cx: &mut Context<'_>, payload: &mut Payload) -> Poll<io::Result<bool>> {
-        let left = payload.length - payload.got;
-        if left == 0 {
-            return Poll::Ready(Ok(true));
-        }
-        let Expected { ref piece, turn, .. } = payload.expected;
+    /// Reads one portion of a payload, into its row when somebody waits for it.
+    fn poll_payload(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let stream = &mut self.stream;
-        let in_place = payload
-            .wanted
-            .then(|| piece.write(turn, payload.got, |rest| poll_some(stream, cx, rest)))
-            .flatten();
-        let n = match in_place {
+        let n = match self.line.place(|rest| poll_some(stream, cx, rest)) {
             Some(read) => ready!(read)?,
             None => {
-                payload.wanted = false;
-                let into = &mut self.scratch[..left.min(SCRATCH)];
+                let into = &mut self.scratch[..self.line.left().min(SCRATCH)];
                 ready!(poll_some(&mut self.stream, cx, into))?
             }
         };
-        payload.got += n;
-        self.heard = Instant::now();
-        self.moved = self.heard;
-        self.pool.moved(self.rail, n as u64);
-        Poll::Ready(Ok(n == left))
+        if let Some(row) = self.line.on_bytes(self.rail.now(), n) {
+            self.finish(row);
+        }
+        Poll::Ready(Ok(()))
     }
 
-    /// All bytes of a piece are here. The last one of a row makes the row, when its bytes are those that were stored.
-    fn finish(&self, payload: Payload) {
-        let Payload { expected: Expected { piece, turn, .. }, wanted, .. } = payload;
-        self.pool.landed(self.rail);
-        if !wanted || piece.end(turn) != Ended::Row {
-            return;
-        }
-        let metrics = self.metrics.clone();
-        if piece.fetch.row_bytes() <= VERIFY_HERE {
-            verify(&piece, &metrics);
+    /// All pieces of a row are here.
+    fn finish(&self, last: Piece) {
+        let metrics = self.rail.metrics.clone();
+        if last.fetch.row_bytes() <= VERIFY_HERE {
+            line::verify(&last, &metrics);
         } else {
             // It ends by itself within milliseconds; the gates wait for it when they are closed meanwhile.
-            tokio::task::spawn_blocking(move || verify(&piece, &metrics));
+            tokio::task::spawn_blocking(move || line::verify(&last, &metrics));
         }
-    }
-}
-
-/// A word about a piece of a row.
-fn word(want: Want, fetch: &Fetch, row: usize, id: u64, offset: usize, length: usize) -> Ask {
-    let small = |n: usize| u32::try_from(n).expect("a row is at most 1 GiB");
-    let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now()).as_millis();
-    // Never 0, which would be no deadline at all.
-    let patience_ms = fetch.deadline.map_or(0, |d| u32::try_from(left(d) + 1).unwrap_or(u32::MAX));
-    Ask {
-        want,
-        fetch: fetch.id,
-        id,
-        space: fetch.space(),
-        key: fetch.item(row).key,
-        row_bytes: small(fetch.row_bytes()),
-        offset: small(offset),
-        length: small(length),
-        patience_ms,
-    }
-}
-
-fn verify(piece: &Piece, metrics: &Metrics) {
-    let sound = |bytes: &[u8], checksum| crc64(&[bytes]) == checksum || mutant::on(Mutant::SkipReceiveCheck);
-    match piece.fetch.take(piece.row, sound) {
-        Taken::Yes => metrics.received_rows.inc(),
-        Taken::Damaged => {
-            tracing::warn!(key = ?piece.item().key, "a row arrived damaged");
-            metrics.failed(Reason::Checksum, 1);
-        }
-        Taken::Late => {}
     }
 }
 

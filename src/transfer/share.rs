@@ -4,22 +4,25 @@
 //! as it moves in [`CREDIT_SPAN`], at least two pieces. So nothing is divided in advance. A rail that becomes slow
 //! has few bytes in flight soon after and carries what it can; one that is lost gives its pieces back, to the front.
 //! When the line is empty, a rail with nothing to do takes over the last piece of the one that would be ready last,
-//! if it is faster even when it begins from nothing: a transfer ends with its fastest rail, not with its slowest.
+//! if it is faster even when it begins from nothing: a transfer ends with its fastest rail, not with its slowest. Each
+//! time that a piece is taken over it takes twice as much to take it over again: two rails on which a piece needs longer
+//! than either believes would otherwise take it from each other for ever, and neither would finish it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use crate::base::clock::Micros;
+use crate::base::mutant::{self, Mutant};
 
 /// A rail has as many bytes in flight as it moves in this time: longer than a round trip with its wait for a drive,
 /// short against the second within which a rail's share has to follow its speed.
-const CREDIT_SPAN: Duration = Duration::from_millis(80);
+pub const CREDIT_SPAN: Duration = Duration::from_millis(80);
 
 /// Most bytes in flight on one rail: 16 MiB are 1.3 ms of a 100 Gb/s rail, many times its round trip.
 const CREDIT_MOST: u64 = 16 << 20;
 
 /// Pieces in flight while nothing is known about a rail, and the fewest at any time.
-const PIECES_FIRST: u64 = 4;
+pub const PIECES_FIRST: u64 = 4;
 const PIECES_LEAST: u64 = 2;
 
 /// Pieces in flight on one rail, however small.
@@ -33,6 +36,9 @@ const RATE_UNKNOWN: f64 = 50e6;
 
 /// A piece is taken over when the other rail would need this many times as long.
 const TAKE_OVER: f64 = 1.5;
+
+/// Seconds that it takes at least until a piece is taken over: what asking costs.
+const TAKE_OVER_LEAST: f64 = 0.002;
 
 /// How often a piece may be lost with its rail. A piece that ends every connection it is asked on must not end them
 /// all for ever.
@@ -74,6 +80,8 @@ struct Flying<T> {
     left: u64,
     bytes: u64,
     tries: u8,
+    /// How often it was taken over.
+    taken: u8,
     /// `None`: another rail has taken it over.
     piece: Option<T>,
 }
@@ -134,6 +142,7 @@ impl<T: Clone> Share<T> {
         let mut given_up = Vec::new();
         for Flying { number, bytes, tries, piece, .. } in gone.flying {
             match piece {
+                Some(_) if mutant::on(Mutant::LosePieces) => {}
                 Some(piece) if tries + 1 < TRIES => {
                     self.waiting.insert(number, Waiting { piece, bytes, tries: tries + 1 });
                 }
@@ -162,7 +171,11 @@ impl<T: Clone> Share<T> {
         }
         while let Some((number, Waiting { piece, bytes, tries })) = self.waiting.pop_first() {
             if let Some(begun) = begin(&piece) {
-                self.fly(rail, now, Flying { number, left: bytes, bytes, tries, piece: Some(piece.clone()) });
+                self.fly(
+                    rail,
+                    now,
+                    Flying { number, left: bytes, bytes, tries, taken: 0, piece: Some(piece.clone()) },
+                );
                 return Some(Given { number, piece, begun, taken_from: None });
             }
         }
@@ -174,7 +187,7 @@ impl<T: Clone> Share<T> {
         let pieces = |n: u64| n * self.piece_bytes;
         let credit = rate.map_or(pieces(PIECES_FIRST), |rate| (rate * CREDIT_SPAN.as_secs_f64()) as u64);
         let credit = credit.min(CREDIT_MOST).max(pieces(PIECES_LEAST));
-        up && flying.len() < PIECES_MOST && left < credit
+        up && flying.len() < PIECES_MOST && (left < credit || mutant::on(Mutant::NoCredit))
     }
 
     fn fly(&mut self, rail: usize, now: Micros, flying: Flying<T>) {
@@ -201,16 +214,19 @@ impl<T: Clone> Share<T> {
         let ready = self.rails[slowest].ready(now);
         // Pieces that nobody wants any more are passed over; the others keep their place.
         for flying in self.rails[slowest].flying.iter_mut().rev() {
-            let Flying { number, bytes, tries, .. } = *flying;
+            let Flying { number, bytes, tries, taken, .. } = *flying;
             if flying.piece.is_none() {
                 continue;
             }
-            if ready < TAKE_OVER * bytes as f64 / rate + 0.002 {
+            let worth = TAKE_OVER * bytes as f64 / rate + TAKE_OVER_LEAST;
+            if ready < worth * f64::from(1_u32 << taken.min(30)) {
                 return None;
             }
             let Some(begun) = flying.piece.as_ref().and_then(&begin) else { continue };
             let piece = flying.piece.take()?;
-            self.fly(thief, now, Flying { number, left: bytes, bytes, tries, piece: Some(piece.clone()) });
+            let taken = taken.saturating_add(1);
+            let flying = Flying { number, left: bytes, bytes, tries, taken, piece: Some(piece.clone()) };
+            self.fly(thief, now, flying);
             return Some(Given { number, piece, begun, taken_from: Some(slowest) });
         }
         None
@@ -390,6 +406,33 @@ mod tests {
         (0..200).for_each(|_| run.step(&[50e6, 50e6]));
         let took = run.until_done(&[50e6, 0.0], 64);
         assert!(took < Duration::from_millis(1_700), "{took:?}");
+    }
+
+    /// Each piece takes longer to begin than either rail believes, as when a row is read from a slow drive first.
+    #[test]
+    fn two_rails_do_not_take_a_piece_from_each_other_for_ever() {
+        let mut run = Run::new(2, 64);
+        run.until_done(&[50e6, 50e6], 64);
+        let Run { mut share, mut now, .. } = run;
+        (0..2).for_each(|rail| {
+            while share.rails[rail].flying.front().is_some() {
+                share.landed(rail, now);
+            }
+        });
+        share.offer(64, PIECE);
+        assert!(share.pull(0, now, |_| Some(())).is_some());
+        let mut taken = 0;
+        for _ in 0..1_000 {
+            now = now.plus(MS * 10);
+            for rail in 0..2 {
+                // What was taken over is answered at once.
+                while share.rails[rail].flying.front().is_some_and(|f| f.piece.is_none()) {
+                    share.landed(rail, now);
+                }
+                taken += usize::from(share.pull(rail, now, |_| Some(())).is_some());
+            }
+        }
+        assert!((1..=12).contains(&taken), "taken over {taken} times in ten seconds");
     }
 
     #[test]

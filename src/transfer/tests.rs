@@ -15,10 +15,8 @@ use super::*;
 use crate::base::block::{BlockHash, GroupId, Namespace, Rank, RowItem};
 use crate::base::checksum::crc64;
 use crate::base::frame::Outcome;
-use crate::base::geometry::{Group, GroupKind, Hello};
 use crate::base::landing::{About, Landing};
-use crate::base::rows::{AreaId, Rows};
-use crate::base::shm::Mapping;
+use crate::base::rows::Rows;
 use crate::base::units::Bytes as Size;
 use crate::tasks::{Kind, Tasks};
 
@@ -39,13 +37,7 @@ pub(super) fn item(n: u32) -> RowItem {
 }
 
 pub(super) fn rows(count: u32, row_bytes: usize) -> Arc<Rows> {
-    let row_bytes = u32::try_from(row_bytes).unwrap();
-    let (_, fd) = Mapping::anonymous("rows", (count * row_bytes) as usize).unwrap();
-    let group =
-        || Group { kind: GroupKind::FullAttention, tokens_per_row: 16, covered: vec![(0, row_bytes)] };
-    let hello = Hello::of_rows(count, row_bytes, vec![group(), group()]);
-    assert_eq!(hello.check(), Ok(()));
-    Rows::attach(AreaId(1), space(), &hello, &fd).unwrap()
+    sim::area(space(), count, row_bytes)
 }
 
 fn payload(n: u32) -> Vec<u8> {
