@@ -138,7 +138,7 @@ impl Chat {
             (Value::from("documents"), Value::from(())),
             (Value::from("add_generation_prompt"), Value::from(self.generation_prompt)),
         ]);
-        let text = template.render(variables.into_iter().collect())?;
+        let text = template.render(Value::from_pairs(variables))?;
         match last {
             Some(last) => up_to_mark(text, &last),
             None => Ok(text),

@@ -119,7 +119,9 @@ impl Map {
     }
 
     pub fn to_value(&self) -> Value {
-        self.0.iter().map(|(name, value)| (Value::from(Arc::clone(name)), value.to_value())).collect()
+        Value::from_pairs(
+            self.0.iter().map(|(name, value)| (Value::from(Arc::clone(name)), value.to_value())),
+        )
     }
 }
 

@@ -179,12 +179,10 @@ fn loops_over_content(source: &str) -> bool {
 }
 
 fn refuses_late_system(bare: &Environment<'_>) -> bool {
-    let message = |role: &str| -> Value {
-        [("role", role), ("content", "t")].into_iter().map(|(k, v)| (k, Value::from(v))).collect()
-    };
+    let message = |role: &str| Value::from_pairs([("role", role), ("content", "t")]);
     let messages: Value = ["system", "user", "system", "user"].into_iter().map(message).collect();
-    let variables: Value =
-        [("messages", messages), ("add_generation_prompt", Value::from(false))].into_iter().collect();
+    let variables =
+        Value::from_pairs([("messages", messages), ("add_generation_prompt", Value::from(false))]);
     bare.get_template(NAME).and_then(|template| template.render(variables)).is_err()
 }
 
