@@ -211,7 +211,7 @@ pub async fn run(parts: Parts, inbox: Inbox) {
                     return;
                 }
                 let view = engine.borrow_and_update().clone();
-                let follow = seat.follow(&parts, view);
+                let follow = Box::pin(seat.follow(&parts, view));
                 if stopping.run_until_cancelled(follow).await.is_none() {
                     return;
                 }

@@ -26,9 +26,12 @@ pub struct Foreseen {
 /// Filled when it is known, or with why it is not.
 pub type Slot = Arc<OnceLock<Result<Foreseen, String>>>;
 
-/// Begins to find out. None: too busy for that.
+/// Given an endpoint and a body. None: too busy for that.
+type Begin = dyn Fn(Endpoint, &Bytes) -> Option<Slot> + Send + Sync;
+
+/// Begins to find out.
 #[derive(Clone)]
-pub struct Foresee(pub Arc<dyn Fn(Endpoint, &Bytes) -> Option<Slot> + Send + Sync>);
+pub struct Foresee(pub Arc<Begin>);
 
 impl std::fmt::Debug for Foresee {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
