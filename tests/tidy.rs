@@ -64,7 +64,7 @@ const UNSAFE: [&str; 8] = [
 
 /// Files that decide and do not act. `store/index.rs` reads no clock and does no I/O either, but owns the channel that
 /// its changes leave through: a listing and the changes after it are cut at one point.
-const PURE: [&str; 47] = [
+const PURE: [&str; 54] = [
     "api/local/lease.rs",
     "api/local/promise.rs",
     "base/block.rs",
@@ -92,10 +92,17 @@ const PURE: [&str; 47] = [
     "rails/verdict/setup.rs",
     "rails/watch.rs",
     "router/ask.rs",
+    "router/chain.rs",
     "router/owners.rs",
     "router/policy.rs",
     "router/prefix.rs",
     "router/refusal.rs",
+    "router/tokens/anthropic.rs",
+    "router/tokens/args.rs",
+    "router/tokens/chat.rs",
+    "router/tokens/json.rs",
+    "router/tokens/probes.rs",
+    "router/tokens/trust.rs",
     "router/usage.rs",
     "settings/check.rs",
     "sim/plan.rs",

@@ -236,6 +236,103 @@ fn every_endpoint_answers(a: &Node) {
     assert_eq!(models["data"][0]["id"], MODEL);
 }
 
+/// How it stands with exact tokens, once that is settled.
+fn settled_tokens(node: &Node) -> Value {
+    await_some("tokens to be proved or not", PATIENCE, || {
+        let tokens = node.state()?["node"]["tokens"].clone();
+        let why = tokens["why"].as_str()?;
+        (tokens["exact"] == true
+            || !(why.is_empty() || why.contains("being proved") || why.contains("engine is")))
+        .then_some(tokens)
+    })
+}
+
+/// A chat template for the tiny model's special tokens.
+const TEMPLATE: &str = "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson(indent=1) }}<|eos|>{% endif %}\
+    {% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\
+    {{ m.reasoning_content if m.reasoning_content is defined }}<|eos|>{% endfor %}\
+    {% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{% endif %}";
+
+/// Exact tokens are proved against the engine at its start and right in every request's record; what is foreseen to be
+/// cached is what the engine then has. They are given up, loudly, when the template on the disk is no longer the one
+/// that the engine runs with.
+#[test]
+fn tokens_are_the_engines() {
+    if offline() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let template = folder.path().join("chat.jinja");
+    fs::write(&template, TEMPLATE).unwrap();
+    let settings = format!(
+        "[engine]\nextra_args = [\"--enforce-eager\", \"--dtype\", \"float32\", \"--chat-template\", {template:?}]\n"
+    );
+    let spec = Spec { name: "exact", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(ENGINE_PATIENCE);
+    let proved = settled_tokens(&node);
+    assert_eq!(proved["exact"], true, "{proved}");
+    assert!(proved["proved"].as_u64().unwrap() >= 30, "{proved}");
+
+    let user = json!({"role": "user", "content": words(91, 40)});
+    let tool = json!({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}});
+    let described = json!({"name": "look", "input_schema": {"properties": {"at": {"type": "string"}}}});
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": [user]})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "system", "content": "be brief"}, user], "tools": [tool], "tool_choice": "none"}),
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": [user], "system": "be brief", "tools": [described], "tool_choice": {"type": "none"}}),
+        ),
+        ("/v1/completions", json!({"prompt": "a<|user|>b <|eos|>"})),
+        ("/v1/completions", json!({"prompt": [5, 6, 7, 8, 9]})),
+    ] {
+        let mut body = body;
+        (body["model"], body["max_tokens"]) = (MODEL.into(), 2.into());
+        let answer = post(&node, path, &body);
+        assert_eq!(answer.code, 200, "{path}: {answer:?}");
+        let entry = node.request(&answer.id);
+        assert!(entry["prompt_tokens"].as_u64().is_some_and(|n| n > 0), "{path}: {entry}");
+        assert_eq!(entry["foreseen_tokens"], entry["prompt_tokens"], "{path}: {entry}");
+        assert_eq!(tokens(&entry, "prompt"), entry["foreseen_tokens"].as_u64().unwrap(), "{path}: {entry}");
+    }
+
+    // What lies on the drive is what the engine finds: nothing before, all whole rows after.
+    let prompt = words(92, 900);
+    let first = node.request(&complete(&node, MODEL, &prompt, 4).id);
+    assert_eq!(first["foreseen_cached"], 0, "{first}");
+    node.await_stored();
+    forget(&node);
+    let second = node.request(&complete(&node, MODEL, &prompt, 4).id);
+    let whole = (second["prompt_tokens"].as_u64().unwrap() - 1) / BLOCK * BLOCK;
+    assert!(whole > 5 * BLOCK, "{second}");
+    assert_eq!(
+        (second["foreseen_cached"].as_u64(), second["cached_tokens"].as_u64()),
+        (Some(whole), Some(whole)),
+        "{second}"
+    );
+    assert_eq!(settled_tokens(&node)["exact"], true);
+
+    // The engine lives on with the template it has read.
+    fs::write(&template, TEMPLATE.replace("<|eos|>{% endfor", " <|eos|>{% endfor")).unwrap();
+    let before = node.node_pid();
+    Node::signal(before, Signal::SIGKILL);
+    await_some("another node process", PATIENCE, || (node.node_pid() != before).then_some(()));
+    node.await_ready(PATIENCE);
+    let differs = settled_tokens(&node);
+    assert_eq!(differs["exact"], false, "{differs}");
+    assert!(differs["why"].as_str().unwrap().contains("probe"), "{differs}");
+    await_some("the alert", PATIENCE, || node.state()?.to_string().contains("tokens-differ").then_some(()));
+    let guessed = node.request(&complete(&node, MODEL, "after all", 2).id);
+    assert_eq!(guessed["foreseen_tokens"], Value::Null, "{guessed}");
+    assert!(guessed["unforeseen"].as_str().unwrap().contains("probe"), "{guessed}");
+    assert_eq!(node.stop(), Some(0));
+    node.await_gone();
+}
+
 /// Hits larger than the row area: cut to the budget, served, each row read once, also three at a time.
 #[test]
 fn hits_larger_than_the_row_area_are_served() {

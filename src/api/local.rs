@@ -38,6 +38,7 @@ use crate::base::clock::{Clock, unix_seconds};
 use crate::base::fault::Fault;
 use crate::base::frame::{Outcome, Sources};
 use crate::base::geometry::Hello;
+use crate::base::table::Probe;
 use crate::cluster::Cluster;
 use crate::meter::{Meter, SECONDS};
 use crate::store::Store;
@@ -266,6 +267,8 @@ struct Seated {
     replaced: CancellationToken,
     /// Known once WELCOME was sent, and until the connection ended.
     facts: Option<(EngineFacts, usize)>,
+    /// The lookup table as the engine has it, as long.
+    holders: Option<Arc<Probe>>,
 }
 
 /// What all parts of the door share.
@@ -371,12 +374,17 @@ impl Shared {
             before.replaced.cancel();
         }
         let engine_id = engine_id.to_owned();
-        *seated =
-            Some(Seated { serial, engine_id: engine_id.clone(), replaced: replaced.clone(), facts: None });
+        *seated = Some(Seated {
+            serial,
+            engine_id: engine_id.clone(),
+            replaced: replaced.clone(),
+            facts: None,
+            holders: None,
+        });
         Ok(Seat { serial, engine_id, replaced, rows_in_use: None, shared: Arc::clone(self) })
     }
 
-    fn sat_down(&self, seat: &Seat, facts: EngineFacts, slots: usize) {
+    fn sat_down(&self, seat: &Seat, facts: EngineFacts, slots: usize, holders: Option<Probe>) {
         let hello = &facts.hello;
         tracing::info!(
             engine = hello.engine_id,
@@ -391,6 +399,7 @@ impl Shared {
         );
         if let Some(seated) = self.seated.lock().as_mut().filter(|s| s.serial == seat.serial) {
             seated.facts = Some((facts, slots));
+            seated.holders = holders.map(Arc::new);
             self.meters.connected.set(1);
         }
     }
@@ -398,6 +407,7 @@ impl Shared {
     fn stood_up(&self, seat: &Seat) {
         if let Some(seated) = self.seated.lock().as_mut().filter(|s| s.serial == seat.serial) {
             seated.facts = None;
+            seated.holders = None;
             self.meters.connected.set(0);
         }
     }
@@ -488,6 +498,11 @@ impl Door {
     /// The engine that is served now.
     pub fn engine(&self) -> Option<EngineFacts> {
         self.0.seated.lock().as_ref()?.facts.as_ref().map(|(facts, _)| facts.clone())
+    }
+
+    /// Who can bring which row: the lookup table, as the engine that is served sees it.
+    pub fn holders(&self) -> Option<Arc<Probe>> {
+        self.0.seated.lock().as_ref()?.holders.clone()
     }
 
     /// Every request's sources from now on.

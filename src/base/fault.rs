@@ -29,10 +29,11 @@ pub enum Code {
     RailRegistration,
     RailSilent,
     RailErrors,
+    TokensDiffer,
 }
 
 impl Code {
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::EngineDown,
         Self::EngineCrashLoop,
         Self::EngineStuck,
@@ -53,6 +54,7 @@ impl Code {
         Self::RailRegistration,
         Self::RailSilent,
         Self::RailErrors,
+        Self::TokensDiffer,
     ];
 
     /// What to do, in one sentence.
@@ -106,6 +108,9 @@ impl Code {
             }
             Self::RailSilent => {
                 "run `spark-kv rails`: it measures each rail alone and says why one is silent"
+            }
+            Self::TokensDiffer => {
+                "requests are placed by guesses until the engine is started again; if the model's tokenizer or template was changed on disk under a running engine, restart it, else please report the cause"
             }
             Self::RailErrors => {
                 "make the MTU equal on both ends, then try another cable; `spark-kv rails` measures what it costs"

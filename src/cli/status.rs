@@ -102,6 +102,13 @@ fn node(view: &NodeView, peer: Option<&PeerView>, now: u64, out: &mut Out) -> st
         engine.restarts,
         clean(&engine.served_name)
     ))?;
+    let tokens = &view.tokens;
+    if tokens.exact {
+        let (proved, checked) = (tokens.proved, tokens.checked);
+        out.line(&format!("  tokens   exact: {proved} probes and {checked} requests agree with the engine"))?;
+    } else if !tokens.why.is_empty() {
+        out.line(&format!("  tokens   guessed: {}", clean(&tokens.why)))?;
+    }
     for (name, check) in view.health.checks.iter().filter(|(name, _)| *name != "engine") {
         let mark = if check.ok { "" } else { "! " };
         let line = format!("{mark}{}", clean(&check.what));

@@ -53,7 +53,7 @@ impl Http {
     }
 
     pub async fn get(&self, path: &str, limit: Duration) -> Result<Bytes, Error> {
-        self.exchange(Method::GET, path, None, limit).await
+        self.exchange(Method::GET, path, Bytes::new(), limit).await
     }
 
     pub async fn get_json(&self, path: &str, limit: Duration) -> Result<serde_json::Value, Error> {
@@ -66,6 +66,12 @@ impl Http {
         body: Option<&serde_json::Value>,
         limit: Duration,
     ) -> Result<serde_json::Value, Error> {
+        let body = body.map(|body| Bytes::from(body.to_string())).unwrap_or_default();
+        self.post(path, body, limit).await
+    }
+
+    /// Posts a document as it is written.
+    pub async fn post(&self, path: &str, body: Bytes, limit: Duration) -> Result<serde_json::Value, Error> {
         let answer = self.exchange(Method::POST, path, body, limit).await?;
         if answer.is_empty() {
             return Ok(serde_json::Value::Null);
@@ -77,7 +83,7 @@ impl Http {
         &self,
         method: Method,
         path: &str,
-        body: Option<&serde_json::Value>,
+        body: Bytes,
         limit: Duration,
     ) -> Result<Bytes, Error> {
         tokio::time::timeout(limit, self.exchange_unbounded(method, path, body))
@@ -85,12 +91,7 @@ impl Http {
             .unwrap_or(Err(Error::Late(limit)))
     }
 
-    async fn exchange_unbounded(
-        &self,
-        method: Method,
-        path: &str,
-        body: Option<&serde_json::Value>,
-    ) -> Result<Bytes, Error> {
+    async fn exchange_unbounded(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Error> {
         let unreachable = |e: &dyn std::error::Error| {
             // The outermost error only says that sending failed; the innermost says why.
             let mut cause = e;
@@ -99,13 +100,12 @@ impl Http {
             }
             Error::Unreachable(cause.to_string())
         };
-        let bytes = body.map(|b| Bytes::from(b.to_string())).unwrap_or_default();
         let request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.url))
             .header("content-type", "application/json")
             .header("x-request-id", OWN)
-            .body(Full::new(bytes))
+            .body(Full::new(body))
             .map_err(|e| unreachable(&e))?;
         let answer = self.client.request(request).await.map_err(|e| unreachable(&e))?;
         let status = answer.status();

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
+
 use super::http::{Error, Http};
 
 /// `/health` of a busy engine on a loaded CPU takes seconds; a dead one answers 503 or nothing.
@@ -37,6 +39,19 @@ impl Probe {
             Err(error @ Error::Status { .. }) => Err(format!("/health {error}")),
             Err(error) => Err(error.to_string()),
         }
+    }
+
+    /// The token ids that it makes of `question`, a body of `/tokenize` as text. None: it refuses the question.
+    pub async fn tokenize(&self, question: Bytes) -> Result<Option<Vec<u32>>, String> {
+        let answer = match self.http.post("/tokenize", question, LIMIT).await {
+            Ok(answer) => answer,
+            Err(Error::Status { status, .. }) if status.is_client_error() => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+        };
+        let ids = answer["tokens"].as_array().ok_or("/tokenize answered without tokens")?;
+        let ids: Option<Vec<u32>> =
+            ids.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect();
+        ids.map(Some).ok_or_else(|| "/tokenize answered with tokens that are no numbers".into())
     }
 
     /// Names of the models it serves.

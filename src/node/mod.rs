@@ -5,6 +5,7 @@
 //! [`gate`] opens the engine for clients once the canary has judged it; [`picture`] tells people and the peer how
 //! things are. The drain is the reverse, each step with a limit.
 
+mod exact;
 mod gate;
 mod invite;
 mod pace;
@@ -85,6 +86,7 @@ struct Parts {
     store: Store,
     cluster: Cluster,
     rails: Sampler,
+    exact: exact::Exact,
     door: local::Door,
     router: Router,
     engine: tokio::sync::watch::Receiver<engine::View>,
@@ -184,7 +186,10 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     )
     .await?;
     let (judge, judged) = tokio::sync::watch::channel(gate::Judged::default());
+    let (exact, prompts) = exact::Exact::new(&meter);
+    router.foresee_with(exact.foresee(&clock));
     let parts = Parts {
+        exact,
         needs_key: keys.required(),
         settings: Arc::new(settings),
         places,
@@ -213,6 +218,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
     let orders =
         desk.routes(&local_key).merge(members::Members::new(parts.cluster.clone()).routes(&local_key));
+    tasks.spawn(Kind::Owner, "tokens", exact::run(parts.clone(), prompts));
     serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await

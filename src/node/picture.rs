@@ -73,6 +73,7 @@ pub async fn keep_ledger(parts: Parts) {
             outcome = outcomes.recv() => match outcome {
                 Ok(outcome) => {
                     learn(&parts, &mut pace, &outcome);
+                    parts.exact.heard(&outcome, is_own(&parts, &outcome));
                     // Polls of the model list would push real requests out of a bounded ledger.
                     if outcome.endpoint.generates() {
                         let engine_id = outcome.engine_id.clone();
@@ -101,8 +102,13 @@ pub async fn keep_ledger(parts: Parts) {
     }
 }
 
+/// Whether this node's engine served it.
+fn is_own(parts: &Parts, outcome: &router::Outcome) -> bool {
+    outcome.node.as_deref() == Some(parts.settings.node.name.as_str())
+}
+
 fn learn(parts: &Parts, pace: &mut Pace, outcome: &router::Outcome) {
-    let own = outcome.node.as_deref() == Some(parts.settings.node.name.as_str());
+    let own = is_own(parts, outcome);
     let (Some(usage), Some(ttft), true) = (&outcome.usage, outcome.ttft, own && outcome.stream) else {
         return;
     };
@@ -120,6 +126,11 @@ fn entry(outcome: router::Outcome) -> Request {
     let tokens = |count: Option<u64>| count.and_then(|n| u32::try_from(n).ok());
     let millis = |span: Duration| u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
     let usage = outcome.usage.unwrap_or_default();
+    let (foreseen, unforeseen) = match outcome.foreseen {
+        Some(Ok(foreseen)) => (Some(foreseen), None),
+        Some(Err(why)) => (None, Some(why)),
+        None => (None, None),
+    };
     Request {
         id: outcome.id,
         endpoint: outcome.endpoint.name().to_owned(),
@@ -135,6 +146,9 @@ fn entry(outcome: router::Outcome) -> Request {
         completion_tokens: tokens(usage.completion_tokens),
         broken: outcome.end == router::End::Broken,
         why: outcome.why,
+        foreseen_tokens: foreseen.map(|foreseen| foreseen.tokens),
+        foreseen_cached: foreseen.and_then(|foreseen| foreseen.coverage).map(|coverage| coverage.usable),
+        unforeseen,
         sources: None,
     }
 }
@@ -233,6 +247,7 @@ fn faults(parts: &Parts, beat: &Beat) -> Vec<Fault> {
     faults.extend(parts.door.faults());
     faults.extend(parts.cluster.faults());
     faults.extend(parts.rails.faults());
+    faults.extend(parts.exact.fault());
     if beat.silent > SILENCE {
         let (running, seconds) = (beat.pulse.running, beat.silent.as_secs());
         faults.push(Fault::new(
@@ -279,6 +294,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
             damaged: store.damaged,
             broken_promises: door.broken.clone(),
         },
+        tokens: parts.exact.state(),
         tiers: tiers(parts, &store, door.engine.as_ref()),
         totals,
         health,

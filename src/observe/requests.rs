@@ -45,6 +45,11 @@ pub struct Request {
     pub broken: bool,
     /// Why it went to that node, in a sentence.
     pub why: String,
+    /// What was foreseen: the prompt's tokens, and how many of them drive and peer would bring.
+    pub foreseen_tokens: Option<u32>,
+    pub foreseen_cached: Option<u32>,
+    /// Why nothing was foreseen, where there is a reason.
+    pub unforeseen: Option<String>,
     /// Where the prompt's tokens came from. Filled by the ledger.
     pub sources: Option<Sources>,
 }
@@ -120,6 +125,7 @@ impl Ledger {
             *text = clip(std::mem::take(text), TEXT_MAX);
         }
         outcome.forwarded_from = outcome.forwarded_from.map(|node| clip(node, TEXT_MAX));
+        outcome.unforeseen = outcome.unforeseen.map(|why| clip(why, TEXT_MAX));
         let mut entry = Entry { request: outcome, engine_id, reports: Vec::new() };
         self.waiting.retain(|(internal, sources)| !entry.take(internal, sources));
         if self.entries.len() == KEPT {

@@ -50,6 +50,18 @@ pub struct CacheState {
     pub broken_promises: BTreeMap<String, u64>,
 }
 
+/// Whether token ids are exact.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TokensState {
+    pub exact: bool,
+    /// Why they are guessed.
+    pub why: String,
+    /// Probes that agreed with the engine at its start, and requests that were compared with it since, id by id.
+    pub proved: u32,
+    pub checked: u64,
+}
+
 /// One place that rows live in.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -76,6 +88,7 @@ pub struct NodeView {
     pub needs_key: bool,
     pub engine: EngineState,
     pub cache: CacheState,
+    pub tokens: TokensState,
     pub tiers: Vec<Tier>,
     pub totals: Totals,
     pub health: Health,

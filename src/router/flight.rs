@@ -6,9 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use serde::Serialize;
 
 use super::ask::{Ask, Endpoint};
+use super::foresee::{Foreseen, Slot};
 use super::prefix::{self, Mark};
 use super::refusal::Refusal;
 use super::state::Shared;
@@ -58,6 +60,8 @@ pub struct Outcome {
     /// Bytes of the canonical prompt, and how many of them the node was believed to know.
     pub prompt_bytes: u64,
     pub known_bytes: u64,
+    /// What was known of the prompt before the engine saw it, or why nothing. None: nobody looked, or it was over first.
+    pub foreseen: Option<Result<Foreseen, String>>,
     /// Tries on another node.
     pub retries: u32,
     /// Why it went where it went, in a sentence.
@@ -78,6 +82,7 @@ pub struct Flight {
     /// The owner is known to whoever asks about the engine's id.
     entered: bool,
     tail: Tail,
+    slot: Option<Slot>,
     done: bool,
     out: Outcome,
 }
@@ -101,6 +106,7 @@ impl Flight {
             owner: None,
             entered: false,
             tail: Tail::default(),
+            slot: None,
             done: false,
             out: Outcome {
                 engine_id: endpoint.engine_id(&id),
@@ -119,6 +125,7 @@ impl Flight {
                 usage: None,
                 prompt_bytes: 0,
                 known_bytes: 0,
+                foreseen: None,
                 retries: 0,
                 why: String::new(),
             },
@@ -173,6 +180,15 @@ impl Flight {
         if let (Some(owner), false) = (&self.owner, self.entered) {
             self.shared.owners.lock().enter(&self.out.engine_id, owner);
             self.entered = true;
+        }
+    }
+
+    /// What its prompt holds is found out meanwhile.
+    pub(super) fn foreseen(&mut self, body: &Bytes) {
+        if self.out.endpoint.generates()
+            && let Some(foresee) = self.shared.foresee.get()
+        {
+            self.slot = (foresee.0)(self.out.endpoint, body);
         }
     }
 
@@ -253,6 +269,7 @@ impl Drop for Flight {
         }
         self.out.duration = self.shared.clock.now().since(self.begin);
         self.out.usage = self.tail.usage();
+        self.out.foreseen = self.slot.as_ref().and_then(|slot| slot.get().cloned());
         self.shared.leave(&self.out, self.added);
     }
 }

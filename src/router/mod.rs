@@ -1,7 +1,8 @@
 //! Judgement: which node serves a request, and the way there and back.
 //!
 //! `ask` reads what a request asks for, `prefix` remembers what each node computed, `policy` decides: all three
-//! are pure. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
+//! are pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them; `foresee` lets that
+//! happen beside a request. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
 //! `state` holds what they share.
 //!
 //! Promises: bytes pass unchanged both ways. A client that goes away ends the work upstream at once. A request is
@@ -11,7 +12,9 @@
 
 mod ask;
 mod catalog;
+pub mod chain;
 mod flight;
+mod foresee;
 mod owners;
 mod passage;
 mod policy;
@@ -19,6 +22,7 @@ mod prefix;
 mod refusal;
 mod relay;
 mod state;
+pub mod tokens;
 mod usage;
 
 use std::collections::VecDeque;
@@ -34,7 +38,9 @@ use crate::base::clock::Clock;
 use crate::meter::Meter;
 
 pub use ask::{Ask, Endpoint};
+pub use chain::Coverage;
 pub use flight::{End, Flight, HUNG_UP, Outcome};
+pub use foresee::{Foresee, Foreseen, Slot};
 pub use passage::Passage;
 pub use policy::{Candidate, Decision, Fit, MARGIN, place};
 pub use prefix::Mark;
@@ -98,6 +104,11 @@ impl Router {
     /// This node's engine has changed.
     pub fn set_own(&self, own: Own) {
         self.shared.set_own(own);
+    }
+
+    /// Who finds out what prompts hold. Said once, before the first request.
+    pub fn foresee_with(&self, foresee: Foresee) {
+        let _ = self.shared.foresee.set(foresee);
     }
 
     /// All other nodes as they are now.
@@ -190,6 +201,7 @@ impl Router {
         call: &Call,
     ) -> Result<Response<Passage>, Refusal> {
         flight.asked(ask);
+        flight.foreseen(&call.body);
         match Box::pin(self.fetch(&mut flight, ask, &aim, call)).await {
             Err(refusal) => {
                 flight.refused(refusal.status());

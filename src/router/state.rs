@@ -3,7 +3,7 @@
 //! A small lock guards it; nobody holds it over an await, and what is done under it is a few map operations.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -13,6 +13,7 @@ use tokio::sync::{Notify, broadcast};
 
 use super::ask::Ask;
 use super::flight::{End, Outcome};
+use super::foresee::Foresee;
 use super::owners::Owners;
 use super::policy::{Candidate, Fit};
 use super::prefix::{self, Known, Mark};
@@ -95,6 +96,7 @@ pub(super) struct Shared {
     pub outcomes: broadcast::Sender<Outcome>,
     /// Guards: whose request is whose. Held for a few map operations.
     pub owners: Mutex<Owners>,
+    pub foresee: OnceLock<Foresee>,
     state: Mutex<State>,
     left: Notify,
 }
@@ -156,6 +158,7 @@ impl Shared {
             outcomes: broadcast::channel(OUTCOMES_MAX).0,
             left: Notify::new(),
             owners: Mutex::default(),
+            foresee: OnceLock::new(),
             state: Mutex::new(State {
                 own,
                 peers: BTreeMap::new(),

@@ -27,6 +27,7 @@ use crate::base::frame::{FromEngine, FromNode, Outcome, PROTOCOL};
 use crate::base::geometry::{Hello, Refused, Welcome};
 use crate::base::handover::{self, Inbox};
 use crate::base::rows::{AreaId, Rows};
+use crate::base::table::Probe;
 use crate::cluster::SpaceFacts;
 use crate::tasks::{self, Kind};
 
@@ -255,7 +256,8 @@ impl Session {
         let mut session =
             Self { shared, stream, inbox, out, mover, ledger, held, back, ended, pushed, told, seat };
         // Before WELCOME: an engine that heard it is the one that others see here.
-        session.shared.sat_down(&session.seat, facts.clone(), slots);
+        let holders = u32::try_from(slots).ok().and_then(|slots| Probe::attach(slots, &table).ok());
+        session.shared.sat_down(&session.seat, facts.clone(), slots, holders);
         match session.welcome(&facts, slots, table).await {
             Ok(()) => Ok(session),
             Err(error) => {

@@ -1,0 +1,218 @@
+//! Whole speakers: against what vLLM's own renderer made of the same bodies, and against a speaker without memory.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use tokenizers::Tokenizer;
+
+use super::pieces::Pieces;
+use super::*;
+
+fn fixtures() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokens")
+}
+
+fn no_time() -> Now {
+    Arc::new(|_| None)
+}
+
+/// A tokenizer of bytes with some merges and every kind of added token.
+fn tokenizer() -> Tokenizer {
+    let bytes = std::fs::read(fixtures().join("bytes/tokenizer.json")).unwrap();
+    let mut tokenizer = Tokenizer::from_bytes(bytes).unwrap();
+    let token = |text: &str| tokenizers::AddedToken::from(text, true);
+    tokenizer
+        .add_special_tokens([
+            token("<|end|>"),
+            token("<|end|>>"),
+            token("<|left|>").lstrip(true),
+            token("<|right|>").rstrip(true),
+        ])
+        .unwrap();
+    tokenizer.add_tokens([tokenizers::AddedToken::from("ab<|end", false)]).unwrap();
+    tokenizer.add_tokens([tokenizers::AddedToken::from("plain<", false).normalized(false)]).unwrap();
+    tokenizer
+}
+
+fn whole(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+    tokenizer.encode_fast(text, false).unwrap().get_ids().to_vec()
+}
+
+/// What conversations are made of, and what could mislead a cutter.
+fn fragment() -> impl Strategy<Value = String> {
+    prop_oneof![
+        Just("<|end|>".to_owned()),
+        Just("<|im_start|>user\n".to_owned()),
+        Just("<|im_end|>\n".to_owned()),
+        Just("<|end|>>".to_owned()),
+        Just("  <|left|>".to_owned()),
+        Just("<|right|>  ".to_owned()),
+        Just("ab<|end".to_owned()),
+        Just("plain<".to_owned()),
+        Just("<|e".to_owned()),
+        "[a-z ]{0,12}",
+        "\\PC{0,8}",
+        "[\\s]{0,4}",
+    ]
+}
+
+proptest! {
+    /// Whatever was seen before, a text has the ids that the tokenizer gives it as a whole.
+    #[test]
+    fn pieces_have_the_ids_of_the_whole(
+        turns in proptest::collection::vec(proptest::collection::vec(fragment(), 0..6), 1..12),
+        edits in proptest::collection::vec((any::<proptest::sample::Index>(), any::<proptest::sample::Index>(), fragment()), 0..8),
+        bound in prop_oneof![Just(0_usize), Just(2_000), Just(1_000_000)],
+    ) {
+        let reference = tokenizer();
+        let mut pieces = Pieces::new(tokenizer(), bound).unwrap();
+        let mut session: Vec<String> = Vec::new();
+        let mut check = |session: &[String]| {
+            let text = session.concat();
+            let got = pieces.ids(&text, false).unwrap();
+            prop_assert_eq!(&got.ids, &whole(&reference, &text), "{:?}", text);
+            prop_assert!(pieces.bytes() <= bound);
+            Ok(())
+        };
+        // It grows, branches off from its middle, and is changed in its middle.
+        for turn in turns {
+            session.push(turn.concat());
+            check(&session)?;
+        }
+        for (at, from, instead) in edits {
+            let at = at.index(session.len());
+            let mut branch = session[..at].to_vec();
+            branch.push(instead.clone());
+            check(&branch)?;
+            let from = from.index(session.len());
+            session[from] = instead;
+            check(&session)?;
+        }
+    }
+}
+
+#[test]
+fn a_growing_session_pays_for_its_tail() {
+    let mut pieces = Pieces::new(tokenizer(), 1 << 20).unwrap();
+    let turn = |n: usize| format!("<|im_start|>user\nturn {n} {}<|im_end|>\n", "word ".repeat(200));
+    let mut text = String::new();
+    for n in 0..20 {
+        text += &turn(n);
+        let asked = format!("{text}<|im_start|>assistant\n");
+        let fresh = pieces.ids(&asked, false).unwrap().fresh_bytes;
+        let tail = turn(n).len() + "<|im_start|>assistant\n".len();
+        assert!(fresh <= tail, "turn {n}: {fresh} of {} bytes", asked.len());
+        assert_eq!(pieces.ids(&asked, false).unwrap().fresh_bytes, 0, "the same again costs nothing");
+    }
+}
+
+#[test]
+fn a_tokenizer_with_whole_word_tokens_is_not_cut() {
+    let mut odd = tokenizer();
+    odd.add_special_tokens([tokenizers::AddedToken::from("word", true).single_word(true)]).unwrap();
+    let mut pieces = Pieces::new(odd.clone(), 1 << 20).unwrap();
+    for text in ["word<|end|>word", "aword<|end|>", "word <|end|>b"] {
+        assert_eq!(pieces.ids(text, false).unwrap().ids, whole(&odd, text), "{text}");
+    }
+}
+
+/// Each fixture is a model's folder and what vLLM 0.32's own renderer made of the probes with it.
+#[test]
+fn ids_are_those_of_the_engine() {
+    let mut models = 0;
+    for folder in std::fs::read_dir(fixtures()).unwrap() {
+        let folder = folder.unwrap().path();
+        let Ok(expected) = std::fs::read(folder.join("expected.json")) else { continue };
+        models += 1;
+        let expected: Vec<Option<Vec<u32>>> = serde_json::from_slice(&expected).unwrap();
+        let probes = probes::all("m");
+        assert_eq!(expected.len(), probes.len(), "{}", folder.display());
+        let mut speaker = speaker(&folder);
+        // Twice: what was seen must not change what comes out.
+        for round in 0..2 {
+            for ((endpoint, body), expected) in probes.iter().zip(&expected) {
+                match (speaker.prompt(*endpoint, body), expected) {
+                    (Ok(got), Some(expected)) => assert_eq!(
+                        &got.ids,
+                        expected,
+                        "{} {round} {}",
+                        folder.display(),
+                        String::from_utf8_lossy(body)
+                    ),
+                    (Err(why), Some(_)) => {
+                        panic!("{}: {why}: {}", folder.display(), String::from_utf8_lossy(body))
+                    }
+                    // The engine refuses it, too: nobody will ask what it costs.
+                    (_, None) => {}
+                }
+            }
+        }
+    }
+    assert!(models >= 3, "{models} fixtures");
+}
+
+fn speaker(folder: &std::path::Path) -> Speaker {
+    let options = Options { model: folder.to_owned(), ..Options::default() };
+    Speaker::load(options, 1 << 20, no_time()).unwrap()
+}
+
+#[test]
+fn what_is_not_followed_is_said_with_its_reason() {
+    let mut speaker = speaker(&fixtures().join("chatml"));
+    for (endpoint, body, part) in [
+        (
+            Endpoint::Chat,
+            r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#,
+            "image_url",
+        ),
+        (
+            Endpoint::Messages,
+            r#"{"messages":[{"role":"user","content":[{"type":"image","source":{}}]}]}"#,
+            "image",
+        ),
+        (
+            Endpoint::Chat,
+            r#"{"messages":[{"role":"user","content":"x"}],"chat_template":"{{ x }}"}"#,
+            "chat_template",
+        ),
+        (
+            Endpoint::Chat,
+            r#"{"messages":[{"role":"user","content":"x"}],"truncate_prompt_tokens":5}"#,
+            "truncate",
+        ),
+        (
+            Endpoint::Chat,
+            r#"{"messages":[{"role":"user","content":"x"}],"kv_transfer_params":{"prompt_token_ids":[1]}}"#,
+            "ids of its own",
+        ),
+        (Endpoint::Chat, r#"{"messages":[{"role":"narrator","content":"x"}]}"#, "narrator"),
+        (Endpoint::Completions, r#"{"prompt":["a","b"]}"#, "several"),
+        (Endpoint::Completions, r#"{"prompt":"a","suffix":"b"}"#, "suffix"),
+        (Endpoint::Responses, r#"{"input":"a"}"#, "not followed"),
+        (Endpoint::Chat, "[]", "no object"),
+        (Endpoint::Chat, "{", "JSON"),
+    ] {
+        let why = speaker.prompt(endpoint, body.as_bytes()).unwrap_err().to_string();
+        assert!(why.contains(part), "{body}: {why}");
+    }
+}
+
+#[test]
+fn ids_that_come_as_ids_stay_and_the_salt_is_kept() {
+    let mut speaker = speaker(&fixtures().join("chatml"));
+    let prompt = speaker.prompt(Endpoint::Completions, br#"{"prompt":[5,6,7],"cache_salt":"s"}"#).unwrap();
+    assert_eq!((prompt.ids, prompt.extra.salt.as_deref()), (vec![5, 6, 7], Some("s")));
+    let nested = speaker.prompt(Endpoint::Completions, br#"{"prompt":[[5,6,7]]}"#).unwrap();
+    assert_eq!(nested.ids, [5, 6, 7]);
+}
+
+proptest! {
+    #[test]
+    fn no_body_makes_it_panic(body: Vec<u8>, text in "\\PC{0,60}") {
+        let mut speaker = speaker(&fixtures().join("chatml"));
+        let _ = speaker.prompt(Endpoint::Chat, &body);
+        let body = serde_json::json!({"messages": [{"role": "user", "content": text}], "tools": [text]});
+        let _ = speaker.prompt(Endpoint::Messages, body.to_string().as_bytes());
+    }
+}
