@@ -146,7 +146,9 @@ impl Target {
             let bytes = place.with_file(&name, |bytes| bytes.clone());
             Segment::of(name, &bytes)
         };
-        let segments: Vec<_> = place.segments().into_iter().map(segment).collect();
+        // The next segment is made already, and empty.
+        let has_rows = |segment: &Segment| segment.rows().next().is_some();
+        let segments: Vec<_> = place.segments().into_iter().map(segment).filter(has_rows).collect();
         assert_eq!(segments.len(), SEGMENTS);
         assert_eq!(segments.iter().filter(|s| s.is_sealed).count(), SEGMENTS - 1);
         assert_eq!(segments.iter().flat_map(Segment::rows).count(), ROWS as usize);
@@ -203,17 +205,12 @@ impl Target {
         assert_eq!(status.damaged - opened.damaged, single, "{status:?}, {opened:?}, {hits:?}");
         store.close().await;
 
-        for (segment, (name, at, bit)) in self.segments.iter().zip(&hits) {
-            if at / PAGE > 0 {
-                self.flip(name, *at, *bit);
-                continue;
-            }
-            // Whose file it is could not be told any more: it may have been removed for its room.
+        // Flipping back is not enough: a damaged row has given its room back, and a file of which nobody can tell whose it
+        // is may have been removed for its room.
+        for Segment { name, bytes, .. } in &self.segments {
             match &self.place.disk {
-                DiskKind::Mem(mem) => mem.put_file(name, segment.bytes.clone()),
-                DiskKind::Real => {
-                    std::fs::write(self.place.folder.path().join(name), &segment.bytes).unwrap();
-                }
+                DiskKind::Mem(mem) => mem.put_file(name, bytes.clone()),
+                DiskKind::Real => std::fs::write(self.place.folder.path().join(name), bytes).unwrap(),
             }
         }
         assert_eq!(self.place.with_identity(), before, "the identity was not mended: {hits:?}");

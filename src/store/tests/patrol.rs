@@ -83,8 +83,10 @@ async fn a_shut_folder_is_surveyed_and_verified_and_a_used_one_is_refused() {
     let shut = Shut::lock(folder, &folder.join("keys")).unwrap();
     let held = shut.survey();
     assert_eq!((held.rows, held.bytes), (39, 39 * u64::from(ROW)), "what was dropped is not listed");
-    let sizes = |s: &Survey| s.segments.iter().map(|s| s.file.clone()).collect::<Vec<_>>();
-    assert_eq!(sizes(&held), sizes(&survey));
+    // The next segment may have been made meanwhile: it is empty.
+    let files =
+        |s: &Survey| s.segments.iter().filter(|s| s.rows > 0).map(|s| s.file.clone()).collect::<Vec<_>>();
+    assert_eq!(files(&held), files(&survey));
     assert_eq!(held.spaces[0].groups[0].tokens_per_row, 16);
     let mut heard = 0;
     let clean = shut.verify(|_| {
