@@ -20,7 +20,7 @@ const MBIT: &str = "400";
 /// Three windows of five seconds until silence is said or taken back, a minute for errors, and a slow machine.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// Prompts of about 19 rows of 1 MiB: together more than the fetching node keeps anywhere.
+/// Prompts of 250 rows of 64 KiB: together more than the fetching node keeps anywhere.
 const PROMPTS: u32 = 10;
 
 /// Asks prompts in a circle for as long as it lives; a line for each round.
@@ -28,7 +28,7 @@ const CLIENT: &str = r#"
 import json, sys, urllib.request
 prompts, rounds = int(sys.argv[1]), int(sys.argv[2])
 names = ["river", "stone", "lantern", "copper", "window", "garden", "signal"]
-words = [f"note {n}: " + " ".join(names[(n + i * i) % 7] for i in range(300)) for n in range(prompts)]
+words = [f"note {n}: " + " ".join(names[(n + i * i) % 7] for i in range(4000)) for n in range(prompts)]
 for _ in range(rounds):
     for prompt in words:
         body = json.dumps({"model": "mock", "prompt": prompt, "max_tokens": 2, "temperature": 0}).encode()
@@ -99,7 +99,7 @@ impl Boxes {
     fn node(&self, side: &str, host: u8, capacity: &str, token: &str) -> Running {
         let (root, shape) = (
             self.root(side),
-            json!({"rows": 64, "row_bytes": 1 << 20, "device_blocks": 32, "block_tokens": 16,
+            json!({"rows": 300, "row_bytes": 65536, "device_blocks": 280, "block_tokens": 16,
                    "prefill_us_per_token": 20, "itl_us": 100}),
         );
         fs::create_dir_all(&root).unwrap();
@@ -172,15 +172,15 @@ fn a_rail_that_errs_and_one_that_falls_silent_under_rows_are_named_until_they_ar
     let _b = boxes.node("b", 2, "32MiB", &token);
     let ready = |side: &str| {
         until("a node that serves", || {
-            let state = boxes.state(side)?;
-            state["node"]["cache"]["on"].is_boolean().then_some(())
+            let checks = boxes.state(side)?["node"]["health"]["checks"].clone();
+            ["engine", "plugin", "cache"].iter().all(|of| checks[*of]["ok"] == true).then_some(())
         });
     };
     ["a", "b"].into_iter().for_each(ready);
     assert!(boxes.ask("a", 1).status().unwrap().success(), "the rows of all prompts are on a's drive");
     until("the index of a", || {
         let members = boxes.says("b", &["cluster", "ls"])?;
-        (members[0]["keys"].as_u64()? >= 150).then_some(())
+        (members[0]["keys"].as_u64()? >= 2400).then_some(())
     });
     let _client = Running(boxes.ask("b", 1_000_000).spawn().unwrap());
 

@@ -228,17 +228,22 @@ fn a_node_killed_twenty_times_under_load_never_gives_a_wrong_answer() {
     a.await_gone();
 }
 
-/// Open descriptors of a process.
+/// Open descriptors of a process, but for the segments of its store: those come with rows.
 fn descriptors(pid: i32) -> usize {
-    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+    let of = |entry: std::io::Result<fs::DirEntry>| fs::read_link(entry.ok()?.path()).ok();
+    let targets = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().filter_map(of);
+    targets.filter(|target| !target.to_string_lossy().contains("/segments/")).count()
 }
 
-/// Rows travel from a to b all the time: b keeps only a few of its own. Nodes die in turn, at random moments, each once the
-/// rows of the other have been seen to come.
+/// Rows travel from a to b all the time: b keeps only a few of its own. Each kill waits until rows have come, and a moment
+/// of chance. Four in a row hit the same node: its keeper waits longer each time, and the other one has lived long enough
+/// meanwhile to be started again at once.
 #[test]
 fn two_nodes_of_which_one_is_killed_fifty_times_give_no_wrong_row_and_lose_nothing() {
     const KILLS: u32 = 50;
     const PROMPTS: u64 = 24;
+    /// Descriptors that come and go: a scrape, a connection about to close.
+    const SPARE: usize = 2;
     let folder = tempfile::tempdir().unwrap();
     let mock = json!({"rows": 96, "row_bytes": 65536, "device_blocks": 64, "block_tokens": 16, "prefill_us_per_token": 20, "itl_us": 100});
     let lonely = |settings: String| settings + "[cluster]\ncopy = false\ntake_over = false\n";
@@ -275,7 +280,7 @@ fn two_nodes_of_which_one_is_killed_fifty_times_give_no_wrong_row_and_lose_nothi
             let had = rows();
             await_some("rows of the other node", PATIENCE, || (rows() > had).then_some(()));
             std::thread::sleep(Duration::from_millis(dice.random_range(0..40)));
-            let victim = if kill % 2 == 0 { &mut a } else { &mut b };
+            let victim = if kill / 4 % 2 == 0 { &mut a } else { &mut b };
             let node = victim.node_pid();
             Node::signal(node, Signal::SIGKILL);
             await_some("another node", PATIENCE, || (victim.node_pid() != node).then_some(()));
@@ -294,12 +299,22 @@ fn two_nodes_of_which_one_is_killed_fifty_times_give_no_wrong_row_and_lose_nothi
         (engine_metric(&b, "mock_rows_pinned") == 0.0 && engine_metric(&a, "mock_rows_pinned") == 0.0)
             .then_some(())
     });
-    let settled = await_some("descriptors as before", PATIENCE, || {
-        let now = all(&a, &b);
-        now.iter().zip(before).all(|(now, before)| *now <= before + 2).then_some(now)
-    });
+    let mut settled = before;
+    let begin = std::time::Instant::now();
+    while begin.elapsed() < PATIENCE {
+        settled = all(&a, &b);
+        if settled.iter().zip(before).all(|(now, before)| *now <= before + SPARE) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let more = settled.iter().zip(before).filter(|(now, before)| **now > before + SPARE).count();
+    assert_eq!(
+        more, 0,
+        "descriptors of both keepers, engines and nodes: {before:?} before, {settled:?} after"
+    );
     eprintln!(
-        "descriptors before {before:?} and after {settled:?}; {} answers",
+        "descriptors {before:?} before, {settled:?} after; {} answers",
         load.answered.load(Ordering::Relaxed)
     );
     for node in [&mut a, &mut b] {

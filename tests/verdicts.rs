@@ -462,6 +462,7 @@ fn without_a_loopback_device_a_node_says_what_to_do() {
         return;
     };
     assert!(ip(&["-n", &boxes.one, "link", "set", "lo", "down"]));
+    assert!(ip(&["-n", &boxes.one, "addr", "flush", "dev", "lo"]), "as in a namespace where it was never up");
     let root = tempfile::tempdir().unwrap();
     let mut node = boxes.node(&boxes.one, 1, root.path(), "");
     let ended = until("end", || node.0.try_wait().unwrap());
