@@ -32,7 +32,7 @@ use tokio::sync::{Notify, watch};
 
 const ROW: u32 = 8192;
 /// A row and its head.
-const ON_WIRE: u64 = ROW as u64 + 114;
+const ON_WIRE: u64 = ROW as u64 + 122;
 const MINUTE: Duration = Duration::from_secs(60);
 
 fn space() -> Space {
