@@ -962,11 +962,20 @@ async fn a_process_killed_fifty_times_costs_rows_and_leaks_nothing() {
     let (mut came, mut failed, mut turn, mut connected) = (0, 0, 0, 0);
     for life in 0..KILLS {
         let child = child(2 + life);
-        // From before it listens until well after it serves.
-        let end = tokio::time::Instant::now() + Duration::from_millis(rand::random_range(20..500));
-        while tokio::time::Instant::now() < end {
+        // Every other life ends when it has given some rows, however long that takes; the others at any time, from
+        // before they listen on.
+        let gives = if life % 2 == 0 { rand::random_range(1..100) } else { 0 };
+        let begun = tokio::time::Instant::now();
+        let at_any_time = begun + Duration::from_millis(rand::random_range(20..500));
+        let mut given = 0;
+        while if gives > 0 { given < gives } else { tokio::time::Instant::now() < at_any_time } {
             let (some, others) = fetch_known(&survivor, &rows, turn).await;
-            (came, failed, turn) = (came + some, failed + others, turn + 1);
+            (came, failed, turn, given) = (came + some, failed + others, turn + 1, given + some);
+            if some == 0 {
+                // The other process needs the processor, and a node that is not there is asked in vain at once.
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(30), "life {life} gave {given} rows of {gives}");
         }
         connected += u64::from(survivor.is_connected());
         // In the middle of a fetch, where there is one.
@@ -974,7 +983,7 @@ async fn a_process_killed_fifty_times_costs_rows_and_leaks_nothing() {
         (came, failed, turn) = (came + fetched.0, failed + fetched.1, turn + 1);
     }
     assert!(connected > KILLS / 4, "it was connected at {connected} of {KILLS} kills");
-    assert!(came > 500, "{came} rows came, {failed} did not");
+    assert!(came >= KILLS / 2 && failed > 0, "{came} rows came, {failed} did not");
     // The last life is let live: everything that it is known to hold comes.
     let last = child(2 + KILLS);
     until("it is back", || survivor.is_connected() && survivor.count("cluster_peer_keys") > 20).await;
