@@ -3,19 +3,19 @@
 //! saying so when it is over. Needs root and network namespaces; without them the test says so and passes.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests: a test that cannot go on panics")]
-#![expect(clippy::print_stderr, reason = "a skipped test says so")]
+
+mod cables;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use cables::PROGRAM;
 use serde_json::{Value, json};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_spark-kv");
-
 /// Of each cable, in megabits a second: one alone carries more than the 64 MiB in five seconds that make a window busy.
-const MBIT: &str = "400";
+const MBIT: u32 = 400;
 
 /// Three windows of five seconds until silence is said or taken back, a minute for errors, and a slow machine.
 const PATIENCE: Duration = Duration::from_secs(150);
@@ -56,7 +56,7 @@ struct Boxes {
 
 impl Drop for Boxes {
     fn drop(&mut self) {
-        self.script(&["down"]);
+        cables::script(&["down", &self.name]);
     }
 }
 
@@ -64,20 +64,13 @@ impl Boxes {
     fn up() -> Option<Self> {
         let name = format!("ska{}", std::process::id() % 100_000);
         let boxes = Self { name, folder: tempfile::tempdir().unwrap() };
-        let made = boxes.script(&["up", MBIT]);
-        if !made.status.success() {
-            eprintln!(
-                "skipped: no network namespaces here: {}",
-                String::from_utf8_lossy(&made.stderr).trim()
-            );
-            return None;
-        }
-        Some(boxes)
+        cables::make(&boxes.name, &[MBIT]).then_some(boxes)
     }
 
-    fn script(&self, words: &[&str]) -> Output {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/install/rails.sh");
-        Command::new(script).arg(words[0]).arg(&self.name).args(&words[1..]).output().unwrap()
+    fn cable(&self, words: &[&str]) {
+        let (verb, rest) = words.split_first().unwrap();
+        let done = cables::script(&[&[verb, self.name.as_str()], rest].concat());
+        assert!(done.status.success(), "{words:?}: {}", String::from_utf8_lossy(&done.stderr));
     }
 
     fn on(&self, side: &str, program: &str) -> Command {
@@ -185,14 +178,7 @@ fn a_rail_that_errs_and_one_that_falls_silent_under_rows_are_named_until_they_ar
     let _client = Running(boxes.ask("b", 1_000_000).spawn().unwrap());
 
     // Both cables carry rows, and nothing is wrong with them.
-    let carried = || {
-        let text = String::from_utf8(boxes.script(&["bytes"]).stdout).unwrap();
-        let of = |rail: &str| -> u64 {
-            let begin = format!("{}-b {rail} ", boxes.name);
-            text.lines().find_map(|line| line.strip_prefix(&begin)?.trim().parse().ok()).unwrap()
-        };
-        [of("rail0"), of("rail1")]
-    };
+    let carried = || cables::received(&boxes.name, 'b');
     until("rows over both cables", || carried().iter().all(|bytes| *bytes > 64 << 20).then_some(()));
     let quiet = |alerts: &str| !alerts.contains("rail-silent") && !alerts.contains("rail-errors");
     assert!(quiet(&boxes.state("b").unwrap()["alerts"].to_string()));
@@ -202,12 +188,12 @@ fn a_rail_that_errs_and_one_that_falls_silent_under_rows_are_named_until_they_ar
         alerts.contains("rail-errors") && alerts.contains("rx_errors of rail1 grew by 7")
     });
 
-    assert!(boxes.script(&["cut", "1"]).status.success());
+    boxes.cable(&["cut", "1"]);
     boxes.until("alert of silence", |alerts| {
         alerts.contains("rail-silent") && alerts.contains("rail1 carried less")
     });
 
-    assert!(boxes.script(&["mend", "1", MBIT]).status.success());
+    boxes.cable(&["mend", "1", &MBIT.to_string()]);
     boxes.until("end of both alerts", quiet);
     let before = carried()[1];
     until("rows over the mended cable", || (carried()[1] > before + (8 << 20)).then_some(()));

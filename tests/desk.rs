@@ -6,6 +6,7 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::{Command, Output};
 
 use common::*;
@@ -71,17 +72,23 @@ fn an_operator_looks_verifies_pins_and_drops() {
     assert!(text.contains("(no node runs)") && text.contains("bytes per token"), "{text}");
 }
 
-#[test]
-fn an_operator_forgets_an_owner() {
-    let folder = tempfile::tempdir().unwrap();
+/// A node that keeps so many rows, sealed for requests without a key.
+fn with_sealed_rows(folder: &Path) -> (Node, u64) {
     let settings = format!("{SETTINGS}encrypt = true\n");
     let spec = Spec { name: "a", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
-    let mut node = Node::start(folder.path(), &spec);
+    let mut node = Node::start(folder, &spec);
     node.await_ready(PATIENCE);
     complete(&node, "mock", &words(3, 150), 2);
     node.await_stored();
     let rows = told(&node, &["ls"], 0)["rows"].as_u64().unwrap();
     assert!(rows > 5, "{rows}");
+    (node, rows)
+}
+
+#[test]
+fn an_operator_forgets_an_owner() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut node, rows) = with_sealed_rows(folder.path());
     refused(
         &node,
         &["forget", "--key", "bob"],
@@ -103,14 +110,7 @@ fn an_operator_forgets_an_owner() {
 #[test]
 fn an_owner_is_forgotten_while_the_node_is_stopped() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = format!("{SETTINGS}encrypt = true\n");
-    let spec = Spec { name: "a", profile: "cpu-tiny", settings: &settings, join: None, mutant: None };
-    let mut node = Node::start(folder.path(), &spec);
-    node.await_ready(PATIENCE);
-    complete(&node, "mock", &words(3, 150), 2);
-    node.await_stored();
-    let rows = told(&node, &["ls"], 0)["rows"].as_u64().unwrap();
-    assert!(rows > 5, "{rows}");
+    let (mut node, rows) = with_sealed_rows(folder.path());
     node.stop();
     let gone = told(&node, &["forget", "--key", ""], 0);
     assert_eq!(gone, json!({"keys": 1, "rows": rows, "others": []}));

@@ -20,27 +20,58 @@ pub const DEFAULT_HASH_SEED: &str = "vllm-none-hash";
 impl BlockHash {
     /// Start of every chain: `sha256(cbor(seed))`, the seed being `PYTHONHASHSEED` as text.
     pub fn start(seed: &str) -> Self {
-        Self::of_cbor(|e| e.str(seed).map(|_| ()))
+        let mut text = Vec::new();
+        Encoder::new(&mut text).str(seed).expect("writing to memory");
+        Self(Sha256::digest(&text).into())
     }
 
     /// The block after `self` that holds `tokens` and no extra keys (no LoRA, salt or image).
     pub fn next(&self, tokens: &[u32]) -> Self {
-        Self::of_cbor(|e| {
-            e.array(3)?.bytes(&self.0)?.array(tokens.len() as u64)?;
-            for &token in tokens {
-                e.u32(token)?;
-            }
-            e.null().map(|_| ())
-        })
+        self.next_with(tokens, ExtraKeys::default(), &mut Vec::new())
     }
 
-    fn of_cbor(
-        write: impl FnOnce(&mut Encoder<Vec<u8>>) -> Result<(), minicbor::encode::Error<Infallible>>,
-    ) -> Self {
-        let mut encoder = Encoder::new(Vec::new());
-        write(&mut encoder).expect("writing to memory");
-        Self(Sha256::digest(encoder.into_writer()).into())
+    /// The block after `self` that holds `tokens`. `text` is room to write in, used again and again.
+    pub fn next_with(&self, tokens: &[u32], extra: ExtraKeys<'_>, text: &mut Vec<u8>) -> Self {
+        text.clear();
+        self.write_next(tokens, extra, text).expect("writing to memory");
+        Self(Sha256::digest(text).into())
     }
+
+    /// `[parent, [tokens], extra or null]` in canonical CBOR. Sources: vLLM 0.32 `v1/core/kv_cache_utils.py`
+    /// (`hash_block_tokens`, `generate_block_hash_extra_keys`: adapter first, then the salt) and `utils/hashing.py`.
+    fn write_next(
+        &self,
+        tokens: &[u32],
+        extra: ExtraKeys<'_>,
+        text: &mut Vec<u8>,
+    ) -> Result<(), minicbor::encode::Error<Infallible>> {
+        let mut e = Encoder::new(text);
+        e.array(3)?.bytes(&self.0)?.array(tokens.len() as u64)?;
+        for &token in tokens {
+            e.u32(token)?;
+        }
+        let ExtraKeys { lora, salt } = extra;
+        let keys = u64::from(lora.is_some()) + u64::from(salt.is_some());
+        if keys == 0 {
+            return e.null().map(|_| ());
+        }
+        e.array(keys)?;
+        if let Some((name, path)) = lora {
+            e.array(3)?.str("lora")?.str(name)?.str(path)?;
+        }
+        if let Some(salt) = salt {
+            e.array(2)?.str("cache_salt")?.str(salt)?;
+        }
+        Ok(())
+    }
+}
+
+/// What goes into one block's hash beside its tokens.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExtraKeys<'a> {
+    /// Name and path of the adapter.
+    pub lora: Option<(&'a str, &'a str)>,
+    pub salt: Option<&'a str>,
 }
 
 impl fmt::Debug for BlockHash {

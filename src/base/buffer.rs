@@ -49,8 +49,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Some(home) = self.home.take() {
-            let (bytes, start) = (std::mem::take(&mut self.bytes), self.start);
-            let len = bytes.len() - PAGE;
+            let (start, len) = (self.start, self.size());
+            let bytes = std::mem::take(&mut self.bytes);
             home.give_back(Self { bytes, start, len, home: None });
         }
     }

@@ -43,9 +43,8 @@ impl Carrier {
         if self.wanted == Carries::Tcp {
             return Ok(Chosen { fabric: tcp, why: "the settings say so".into() });
         }
-        let ends = if rails.is_empty() { Vec::new() } else { Local::find(rails)? };
         let inventory = Inventory::read(&Tree::machine(), rails);
-        match self.start(&tcp, &ends, &inventory, memory) {
+        match self.start(&tcp, &inventory, memory) {
             Ok(chosen) => Ok(chosen),
             Err(why) if self.wanted == Carries::Auto => Ok(Chosen { fabric: tcp, why }),
             Err(why) => {
@@ -54,13 +53,8 @@ impl Carrier {
         }
     }
 
-    fn start(
-        &self,
-        tcp: &Fabric,
-        ends: &[Local],
-        inventory: &Inventory,
-        memory: Bytes,
-    ) -> Result<Chosen, String> {
+    fn start(&self, tcp: &Fabric, inventory: &Inventory, memory: Bytes) -> Result<Chosen, String> {
+        let ends = tcp.ends();
         let (library, transports) = self.plan(ends, inventory)?;
         let by_rdma = transports.iter().all(|(_, how)| *how != nixl::Transport::Tcp) && !ends.is_empty();
         let options = nixl::Options { library: library.clone(), transports, memory: memory.0 };

@@ -396,12 +396,15 @@ async fn proof(
 
 async fn ask(engine: &probe::Probe, question: &[u8]) -> Result<Option<Vec<u32>>, String> {
     let mut last = String::new();
-    for _ in 0..TRIES {
+    for attempt in 0..TRIES {
+        if attempt > 0 {
+            // An engine that has just come up may be busy for a moment.
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
         match engine.tokenize(Bytes::copy_from_slice(question)).await {
             Ok(ids) => return Ok(ids),
             Err(why) => last = why,
         }
-        tokio::time::sleep(Duration::from_secs(1)).await;
     }
     Err(format!("the engine could not be asked: {last}"))
 }

@@ -4,10 +4,7 @@
 //! gains is one number: the largest boundary at which every attention group has all its rows and every state group
 //! has a snapshot, and at least one token is left to compute, because the engine needs one to begin with.
 
-use minicbor::Encoder;
-use sha2::{Digest, Sha256};
-
-use crate::base::block::{BlockHash, GroupId, RowKey};
+use crate::base::block::{BlockHash, ExtraKeys, GroupId, RowKey};
 use crate::base::geometry::Hello;
 use crate::base::table::Holder;
 
@@ -163,41 +160,12 @@ impl Iterator for Hashes<'_> {
     fn next(&mut self) -> Option<BlockHash> {
         let (unit, rest) = self.rest.split_at_checked(self.unit)?;
         self.rest = rest;
-        self.text.clear();
+        let lora = self.extra.lora.as_ref().map(|(name, path)| (name.as_str(), path.as_str()));
         let salt = self.extra.salt.as_deref().filter(|salt| self.first && !salt.is_empty());
-        write(&mut self.text, &self.parent, unit, self.extra, salt).expect("writing to memory");
         self.first = false;
-        self.parent = BlockHash(Sha256::digest(&self.text).into());
+        self.parent = self.parent.next_with(unit, ExtraKeys { lora, salt }, &mut self.text);
         Some(self.parent)
     }
-}
-
-/// `[parent, [tokens], extra or null]` in canonical CBOR. Sources: vLLM 0.32 `v1/core/kv_cache_utils.py`
-/// (`hash_block_tokens`, `generate_block_hash_extra_keys`: adapter first, then the salt) and `utils/hashing.py`.
-fn write(
-    text: &mut Vec<u8>,
-    parent: &BlockHash,
-    tokens: &[u32],
-    extra: &Extra,
-    salt: Option<&str>,
-) -> Result<(), minicbor::encode::Error<std::convert::Infallible>> {
-    let mut e = Encoder::new(text);
-    e.array(3)?.bytes(&parent.0)?.array(tokens.len() as u64)?;
-    for &token in tokens {
-        e.u32(token)?;
-    }
-    let keys = u64::from(extra.lora.is_some()) + u64::from(salt.is_some());
-    if keys == 0 {
-        return e.null().map(|_| ());
-    }
-    e.array(keys)?;
-    if let Some((name, path)) = &extra.lora {
-        e.array(3)?.str("lora")?.str(name)?.str(path)?;
-    }
-    if let Some(salt) = salt {
-        e.array(2)?.str("cache_salt")?.str(salt)?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

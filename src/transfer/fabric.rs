@@ -108,11 +108,17 @@ impl Fabric {
     /// When one of them cannot be read from.
     pub fn warm(&self) -> io::Result<()> {
         let Some(remote) = self.remote() else { return Ok(()) };
+        match self.ends() {
+            [] => remote.host(None).map(drop),
+            ends => ends.iter().try_for_each(|end| remote.host(Some(end)).map(drop)),
+        }
+    }
+
+    /// This box's ends of rails; none: connections are not pinned.
+    pub fn ends(&self) -> &[Local] {
         match self.words() {
-            Self::Tcp(ends) if !ends.is_empty() => {
-                ends.iter().try_for_each(|end| remote.host(Some(end)).map(drop))
-            }
-            _ => remote.host(None).map(drop),
+            Self::Tcp(ends) => ends,
+            _ => &[],
         }
     }
 
@@ -143,17 +149,13 @@ impl Fabric {
 
     /// The ways from here to a box that has these addresses.
     pub fn paths(&self, remotes: &[String]) -> Vec<Path> {
-        match self.words() {
-            Self::Tcp(ends) => path::pair(ends, remotes),
-            _ => path::pair(&[], remotes),
-        }
+        path::pair(self.ends(), remotes)
     }
 
     /// This box's end that has this address.
     fn end_at(&self, address: &str) -> Option<(SocketAddr, &Local)> {
         let at = address.parse::<SocketAddr>().ok()?;
-        let Self::Tcp(ends) = self.words() else { return None };
-        Some((at, ends.iter().find(|end| end.address == at.ip())?))
+        Some((at, self.ends().iter().find(|end| end.address == at.ip())?))
     }
 
     pub async fn listen(&self, address: &str) -> io::Result<Listener> {
@@ -186,7 +188,7 @@ impl Fabric {
                 net.insert(address.to_owned(), sender);
                 Ok(Listener::Mem { incoming, address: address.to_owned() })
             }
-            Self::OneSided(_) => Err(io::Error::other("words are not read out of memory")),
+            Self::OneSided(_) => Err(not_words()),
         }
     }
 
@@ -219,9 +221,14 @@ impl Fabric {
                 there.try_send(theirs).map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused))?;
                 Ok(Stream::Mem(ours))
             }
-            Self::OneSided(_) => Err(io::Error::other("words are not read out of memory")),
+            Self::OneSided(_) => Err(not_words()),
         }
     }
+}
+
+/// A one-sided fabric whose words would travel over another one.
+fn not_words() -> io::Error {
+    io::Error::other("words are not read out of memory")
 }
 
 /// A socket whose bytes use the device of `end`.
@@ -259,7 +266,7 @@ impl Listener {
                 let stream = incoming.recv().await.ok_or(io::ErrorKind::NotConnected)?;
                 Ok((Stream::Mem(stream), Ipv4Addr::LOCALHOST.into()))
             }
-            Self::OneSided { .. } => Err(io::Error::other("words are not read out of memory")),
+            Self::OneSided { .. } => Err(not_words()),
         }
     }
 

@@ -66,7 +66,7 @@ pub enum Behind {
 
 /// A piece that is to be read out of the other side's memory.
 #[derive(Debug)]
-pub struct Lies {
+pub struct ToRead {
     pub piece: Piece,
     pub turn: u32,
     pub at: u64,
@@ -149,7 +149,7 @@ impl Line {
     ///
     /// # Errors
     /// When it is not the one whose turn it is: the connection is of no use any more.
-    pub fn on_head(&mut self, now: Micros, head: &Head, can_read: bool) -> Result<Option<Lies>, Odd> {
+    pub fn on_head(&mut self, now: Micros, head: &Head, can_read: bool) -> Result<Option<ToRead>, Odd> {
         self.heard = now;
         let Expected { number, ref piece, turn } = *self.expected.front().ok_or(Odd::Unasked)?;
         if (head.id, head.space, head.key) != (number, piece.fetch.space(), piece.item().key) {
@@ -179,9 +179,9 @@ impl Line {
                 return Ok(None);
             }
             Kind::Lies if reason.is_none() && can_read => {
-                let lies = Lies { piece: expected.piece.clone(), turn, at: head.at };
+                let to_read = ToRead { piece: expected.piece.clone(), turn, at: head.at };
                 self.behind.push_back(Some(expected));
-                return Ok(Some(lies));
+                return Ok(Some(to_read));
             }
             Kind::Lies => self.taken.push((expected.piece.fetch.id, expected.number)),
             _ => {}
@@ -211,8 +211,13 @@ impl Line {
                 self.metrics.read_bytes.inc_by(piece.length() as u64);
             }
         }
+        self.landed(now, first.filter(|_| read))
+    }
+
+    /// A piece has been answered; `whole`, when all of its bytes lie in its row. Gives it when it makes the row whole.
+    fn landed(&self, now: Micros, whole: Option<Expected>) -> Option<Piece> {
         self.pool.landed(self.rail, now);
-        let Expected { piece, turn, .. } = first.filter(|_| read)?;
+        let Expected { piece, turn, .. } = whole?;
         (piece.end(turn) == Ended::Row).then_some(piece)
     }
 
@@ -238,9 +243,7 @@ impl Line {
         (self.heard, self.moved) = (now, now);
         self.pool.moved(self.rail, bytes as u64, now);
         let payload = self.payload.take_if(|payload| payload.got >= payload.length)?;
-        self.pool.landed(self.rail, now);
-        let Payload { expected: Expected { piece, turn, .. }, wanted, .. } = payload;
-        (wanted && piece.end(turn) == Ended::Row).then_some(piece)
+        self.landed(now, payload.wanted.then_some(payload.expected))
     }
 }
 

@@ -24,7 +24,7 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot};
 
-use super::piece::{Land, Landing, Piece};
+use super::piece::{Land, Leave, Piece};
 use super::{Local, Path};
 use crate::base::rows::{AreaId, Rows};
 
@@ -91,7 +91,7 @@ pub trait Engine: 'static {
     fn detach(&mut self, area: AreaId);
 
     /// Begins to read what lies `at` there into a piece of a row.
-    fn post(&mut self, into: &Landing, at: u64) -> io::Result<Self::Read>;
+    fn post(&mut self, into: &Leave, at: u64) -> io::Result<Self::Read>;
 
     /// Whether no more of it can land. An error ends the engine.
     fn ended(&mut self, read: &mut Self::Read) -> io::Result<bool>;
@@ -209,7 +209,7 @@ enum Slot<R> {
     /// Without a read: posting it failed, perhaps halfway.
     UnderWay {
         read: Option<R>,
-        _landing: Landing,
+        _leave: Leave,
     },
     /// Its bytes lie in the row, or not.
     Over(bool),
@@ -306,11 +306,11 @@ fn post<E: Engine>(engine: &mut E, slots: &mut VecDeque<Slot<E::Read>>) -> io::R
         match job.piece.land(job.turn) {
             Land::Busy => {}
             Land::Late => *slot = Slot::Over(false),
-            Land::Now(landing) => {
-                let posted = engine.post(&landing, job.at);
+            Land::Now(leave) => {
+                let posted = engine.post(&leave, job.at);
                 let (read, failed) =
                     posted.map_or_else(|error| (None, Err(error)), |read| (Some(read), Ok(())));
-                *slot = Slot::UnderWay { read, _landing: landing };
+                *slot = Slot::UnderWay { read, _leave: leave };
                 failed?;
                 room -= 1;
             }

@@ -10,7 +10,7 @@
 //! what then lies in the row, is the one that was stored; nobody can write it at that time, because none of its
 //! pieces has a turn left.
 //!
-//! A read that a device carries out by itself cannot be stopped by a gate. It holds a [`Landing`] from before it is
+//! A read that a device carries out by itself cannot be stopped by a gate. It holds a [`Leave`] from before it is
 //! posted until the library says that no more of it can land. A piece has one at a time, whoever's turn it is, and a
 //! fetch ends only when none of its pieces has one ([`Fetch::landed`]).
 
@@ -85,14 +85,14 @@ pub struct Piece {
 
 /// Leave to have a piece written by a device. Dropped when nothing more of it can land, and not before.
 #[derive(Debug)]
-pub struct Landing {
+pub struct Leave {
     piece: Piece,
 }
 
 /// Whether a piece may be read into its row now.
 #[derive(Debug)]
 pub enum Land {
-    Now(Landing),
+    Now(Leave),
     /// Another read of it has not ended.
     Busy,
     /// The gate was closed, or it is another rail's turn.
@@ -360,7 +360,7 @@ impl Piece {
         }
         part.landing = true;
         *self.fetch.landing.lock() += 1;
-        Land::Now(Landing { piece: self.clone() })
+        Land::Now(Leave { piece: self.clone() })
     }
 
     pub fn rows(&self) -> &Arc<Rows> {
@@ -389,7 +389,7 @@ impl Piece {
     }
 }
 
-impl Landing {
+impl Leave {
     /// Address and length of the piece in its row, for a device. Good as long as this.
     pub fn region(&self) -> (usize, usize) {
         let row = self.piece.fetch.rows.address(self.piece.item().row) as usize;
@@ -402,7 +402,7 @@ impl Landing {
     }
 }
 
-impl Drop for Landing {
+impl Drop for Leave {
     fn drop(&mut self) {
         self.piece.gate().lock().landing = false;
         let fetch = &self.piece.fetch;

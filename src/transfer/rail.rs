@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::line::{self, Behind, Lies, Line};
+use super::line::{self, Behind, Line, ToRead};
 use super::onesided::Reader;
 use super::piece::Piece;
 use super::pool::{PIECE_BYTES, Pool, RailStatus};
@@ -233,9 +233,7 @@ impl Rail {
         }
         self.pool.down(self.number, true);
     }
-}
 
-impl Rail {
     /// A connection, and where both sides can, the way to read the other one's memory.
     async fn open(&self, path: &Path, read: bool) -> io::Result<(Stream, Option<Reader>)> {
         let mut stream = open(&self.fabric, path, self.ticket).await?;
@@ -406,9 +404,9 @@ impl<'a> Talk<'a> {
         }
         self.head_got = 0;
         let head = Head::decode(&self.head).map_err(io::Error::other)?;
-        let lies =
+        let to_read =
             self.line.on_head(self.rail.now(), &head, self.reader.is_some()).map_err(io::Error::other)?;
-        if let (Some(Lies { piece, turn, at }), Some(reader)) = (lies, &self.reader) {
+        if let (Some(ToRead { piece, turn, at }), Some(reader)) = (to_read, &self.reader) {
             reader.read(&piece, turn, at);
         }
         Poll::Ready(Ok(()))

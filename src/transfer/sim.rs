@@ -445,8 +445,8 @@ impl Rails {
                     let head = Head::decode(head).map_err(|_| "a damaged head")?;
                     wire.coming.pop_front();
                     wire.heard = scene.now;
-                    let lies = wire.line.on_head(scene.now, &head, false);
-                    assert!(lies.expect("answers come in the order of the words").is_none());
+                    let to_read = wire.line.on_head(scene.now, &head, false);
+                    assert!(to_read.expect("answers come in the order of the words").is_none());
                     if !matches!(head.kind, Kind::Piece | Kind::Wait) {
                         wire.flying.pop_front();
                     }

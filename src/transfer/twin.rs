@@ -12,7 +12,7 @@ use futures_util::FutureExt;
 use parking_lot::Mutex;
 
 use super::onesided::{Engine, Host, Lies, Reader, Remote};
-use super::piece::{Landing, Piece};
+use super::piece::{Leave, Piece};
 use super::{Local, Path};
 use crate::base::rows::{AreaId, Rows};
 
@@ -100,7 +100,7 @@ impl Engine for Device {
 
     fn detach(&mut self, _: AreaId) {}
 
-    fn post(&mut self, into: &Landing, at: u64) -> io::Result<u64> {
+    fn post(&mut self, into: &Leave, at: u64) -> io::Result<u64> {
         self.next += 1;
         if self.twin.0.broken.load(Ordering::Acquire) {
             self.twin.0.posted.fetch_add(1, Ordering::AcqRel);

@@ -68,9 +68,7 @@ impl Waits {
         }
         self.fetch.close()
     }
-}
 
-impl Waits {
     /// Ends when no device writes any of the rows. Cancel-safe.
     pub async fn landed(&self) {
         self.fetch.landed().await;

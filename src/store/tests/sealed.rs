@@ -38,6 +38,16 @@ impl Bed {
         (store, rows)
     }
 
+    /// A folder that nobody has open: ann's rows 0 to 49 and bob's 50 to 59.
+    async fn left_by_two() -> (Self, Arc<Rows>) {
+        let bed = Self { place: Place::on_drive(Io::Plain, "plain"), keys: folder() };
+        let (store, rows) = bed.sealing().await;
+        put_of(&store, &rows, "ann", 0..50).await;
+        put_of(&store, &rows, "bob", 50..60).await;
+        store.close().await;
+        (bed, rows)
+    }
+
     /// The files of the keys, whole.
     fn keys(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.keys.path().join("keys")).into_iter().flatten();
@@ -174,12 +184,7 @@ async fn a_forgotten_owner_has_no_rows_and_others_keep_theirs() {
 
 #[tokio::test]
 async fn a_store_that_is_shut_is_verified_with_its_keys_and_without() {
-    let bed = Bed { place: Place::on_drive(Io::Plain, "plain"), keys: folder() };
-    let (store, rows) = bed.sealing().await;
-    put_of(&store, &rows, "ann", 0..50).await;
-    put_of(&store, &rows, "bob", 50..60).await;
-    store.close().await;
-    drop(store);
+    let (bed, _rows) = Bed::left_by_two().await;
     let folder = bed.place.folder.path();
     let keys = bed.keys.path().join("keys");
     let shut = Shut::lock(folder, &keys).unwrap();
@@ -412,12 +417,7 @@ async fn a_key_that_a_cut_has_left_goes_later_unless_it_is_not_sure_that_no_row_
 
 #[tokio::test]
 async fn an_owner_is_forgotten_in_a_folder_that_nobody_has_open() {
-    let bed = Bed { place: Place::on_drive(Io::Plain, "plain"), keys: folder() };
-    let (store, rows) = bed.sealing().await;
-    put_of(&store, &rows, "ann", 0..50).await;
-    put_of(&store, &rows, "bob", 50..60).await;
-    store.close().await;
-    drop(store);
+    let (bed, rows) = Bed::left_by_two().await;
     let shut = Shut::lock(bed.place.folder.path(), &bed.keys.path().join("keys")).unwrap();
     let error = shut.forget_owner("zed").unwrap_err().to_string();
     assert_eq!(error, "no row is sealed for `zed`; there are rows of `ann`, `bob`");

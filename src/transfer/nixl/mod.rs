@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use self::arena::Arena;
 use self::library::{Agent, Nixl, Read, Region, Role};
 use super::onesided::{Engine, Host, Lies, Reader, Remote};
-use super::piece::Landing;
+use super::piece::Leave;
 use super::{Local, Path};
 use crate::base::rows::{AreaId, Rows};
 
@@ -210,7 +210,7 @@ impl Engine for Reads {
     }
 
     #[expect(unsafe_code, reason = "a library writes memory that a landing holds")]
-    fn post(&mut self, into: &Landing, at: u64) -> io::Result<Read> {
+    fn post(&mut self, into: &Leave, at: u64) -> io::Result<Read> {
         let (address, bytes) = into.region();
         // SAFETY: the landing holds the piece until the read has ended or the agent is dropped (onesided.rs), and is
         // given only for areas that were attached.
