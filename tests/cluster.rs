@@ -695,8 +695,8 @@ async fn rows_that_requests_on_both_nodes_use_are_copied_and_no_others() {
     first.hold(0..30).await;
     second.learns(|held| held.len() == 30).await;
     second.cluster.set_rows(Some(area(4)));
-    second.cluster.used(space(), &chain(0..30));
-    second.cluster.used(space(), &chain(0..20));
+    second.cluster.used(space(), None, &chain(0..30));
+    second.cluster.used(space(), None, &chain(0..20));
     until("copies", || second.copied("used") == 20).await;
     assert_eq!(second.holds(0..30), (0..20).collect::<Vec<_>>());
     for n in 0..20 {
@@ -706,9 +706,9 @@ async fn rows_that_requests_on_both_nodes_use_are_copied_and_no_others() {
     // What is here now is not fetched any more, and not copied again; the other node learns of the copies.
     first.learns(|held| held.len() == 20).await;
     for _ in 0..3 {
-        second.cluster.used(space(), &chain(0..20));
+        second.cluster.used(space(), None, &chain(0..20));
     }
-    second.cluster.used(space(), &chain(20..21));
+    second.cluster.used(space(), None, &chain(20..21));
     until("the next one", || second.copied("used") == 21).await;
     assert_eq!(second.count("cluster_copied_bytes_total"), 21 * u64::from(ROW));
     assert_eq!((first.copied("used"), second.count("cluster_copies_failed_total")), (0, 0));
@@ -722,7 +722,7 @@ async fn copying_gives_way_to_a_load_and_goes_on_after_it() {
     second.cluster.set_rows(Some(area(4)));
     proxy.allow(3 * ON_WIRE + 1000);
     for _ in 0..2 {
-        second.cluster.used(space(), &chain(0..16));
+        second.cluster.used(space(), None, &chain(0..16));
     }
     until("three rows of a copy", || second.count("transfer_received_rows_total") == 3).await;
     let rows = area(10);
@@ -792,10 +792,10 @@ async fn what_is_turned_off_is_not_copied() {
         node.cluster.set_rows(Some(area(4)));
     }
     for _ in 0..3 {
-        second.cluster.used(space(), &chain(0..10));
+        second.cluster.used(space(), None, &chain(0..10));
     }
     for _ in 0..2 {
-        first.cluster.used(space(), &chain(10..20));
+        first.cluster.used(space(), None, &chain(10..20));
     }
     until("copies where it is on", || first.copied("used") == 10).await;
     assert_eq!((second.copied("used"), second.holds(0..10)), (0, Vec::new()));
@@ -912,7 +912,7 @@ async fn fetch_known(node: &Node, rows: &Arc<Rows>, turn: usize) -> (u64, u64) {
     let item = |(row, &n): (u32, &u32)| RowItem { key: key(n), position: (n + 1) * 16, row };
     let items: Vec<RowItem> = (0..).zip(&numbers).map(item).collect();
     let chain: Vec<(RowKey, u32)> = items.iter().map(|item| (item.key, item.position)).collect();
-    node.cluster.used(space(), &chain);
+    node.cluster.used(space(), None, &chain);
     let outcomes = node.cluster.fetch(rows, items, Some(Clock::real().now().plus(MINUTE))).await;
     let mut came = 0;
     for ((row, n), outcome) in (0..).zip(numbers).zip(&outcomes) {

@@ -119,6 +119,41 @@ fn an_owner_is_forgotten_while_the_node_is_stopped() {
     assert!(left["unkeyed"] == rows && left["damaged"] == 0, "{left}");
 }
 
+#[test]
+fn an_owner_is_forgotten_on_every_box_and_one_that_is_away_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut a, rows) = with_sealed_rows(folder.path());
+    let invite = a.invite();
+    let settings = format!("{SETTINGS}encrypt = true\n");
+    let spec = Spec { name: "b", profile: "cpu-tiny", settings: &settings, join: Some(invite), mutant: None };
+    let mut b = Node::start(folder.path(), &spec);
+    b.await_ready(PATIENCE);
+    a.await_peer();
+    b.await_peer();
+    complete(&b, "mock", &words(9, 150), 2);
+    b.await_stored();
+    let there = told(&b, &["ls"], 0)["rows"].as_u64().unwrap();
+    let gone = told(&a, &["forget", "--key", ""], 0);
+    let other = json!({"node": "b", "keys": 1, "rows": there, "trouble": ""});
+    assert_eq!(gone, json!({"keys": 1, "rows": rows, "others": [other]}));
+    assert_eq!(told(&b, &["ls"], 0)["rows"], 0);
+
+    // A name that only the other one knows is no mistake; one that nobody knows is.
+    complete(&b, "mock", &words(10, 150), 2);
+    b.await_stored();
+    let gone = told(&a, &["forget", "--key", ""], 0);
+    assert!(gone["keys"] == 0 && gone["others"][0]["keys"] == 1, "{gone}");
+    refused(&a, &["forget", "--key", ""], 1, "no row is sealed for");
+
+    b.stop();
+    complete(&a, "mock", &words(4, 150), 2);
+    a.await_stored();
+    let gone = told(&a, &["forget", "--key", ""], 1);
+    assert_eq!((&gone["keys"], &gone["others"][0]["node"]), (&json!(1), &json!("b")), "{gone}");
+    assert!(gone["others"][0]["trouble"].as_str().unwrap().contains("not connected"), "{gone}");
+    a.stop();
+}
+
 fn looks(node: &Node, short: &str, long: &str) {
     let ls = told(node, &["ls"], 0);
     let rows = ls["rows"].as_u64().unwrap();

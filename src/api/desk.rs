@@ -23,6 +23,7 @@ use tokio::time::Instant;
 
 use super::operators::{self, refused};
 use crate::base::block::{BlockHash, GroupId, RowKey, Space};
+use crate::cluster::{self, Cluster};
 use crate::observe::chains::{Chains, PrefixUse};
 use crate::rails::Report;
 use crate::store::{self, Damage, Store, Survey, Verification};
@@ -49,8 +50,7 @@ const NAMESPACE_MIN: usize = 4;
 pub struct Desk {
     store: Store,
     chains: Arc<Mutex<Chains>>,
-    /// Names of the other nodes.
-    others: Others,
+    cluster: Cluster,
     /// One verification at a time: two would halve each other and gain nothing.
     verifying: Arc<Semaphore>,
     tasks: Tasks,
@@ -62,13 +62,10 @@ pub struct Desk {
 /// Describes the node's rails, and with `true` moves bytes over them.
 pub type MeasureRails = Arc<dyn Fn(bool) -> BoxFuture<'static, Report> + Send + Sync>;
 
-/// Names the other nodes of the cluster.
-pub type Others = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
-
 impl Desk {
-    pub fn new(store: Store, chains: Arc<Mutex<Chains>>, others: Others, tasks: Tasks) -> Self {
+    pub fn new(store: Store, cluster: Cluster, chains: Arc<Mutex<Chains>>, tasks: Tasks) -> Self {
         let (verifying, measuring) = (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(1)));
-        Self { store, chains, others, verifying, tasks, rails: None, measuring }
+        Self { store, cluster, chains, verifying, tasks, rails: None, measuring }
     }
 
     /// Who measures rails when an operator asks.
@@ -261,8 +258,19 @@ pub struct Forgot {
     pub keys: u64,
     /// Rows that were held under them.
     pub rows: u64,
-    /// The other nodes, which have keys of their own: the same is to be said there.
-    pub others: Vec<String>,
+    /// What became of it on the other nodes.
+    pub others: Vec<ForgotThere>,
+}
+
+/// What was forgotten on another node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ForgotThere {
+    pub node: String,
+    pub keys: u64,
+    pub rows: u64,
+    /// Why keys may still be there. Empty: none is.
+    pub trouble: String,
 }
 
 /// Why an order was not carried out.
@@ -412,8 +420,24 @@ async fn drop_rows(With(desk): With<Desk>, Json(which): Json<Which>) -> Result<J
 }
 
 async fn forget(With(desk): With<Desk>, Json(whose): Json<Whose>) -> Result<Json<Forgot>, Refused> {
-    let store::Forgotten { keys, rows } = desk.store.forget_owner(&whose.owner).await?;
-    Ok(Json(Forgot { keys, rows, others: (desk.others)() }))
+    let here = match desk.store.forget_owner(&whose.owner).await {
+        Ok(done) => Ok(done),
+        // Others may know the name.
+        Err(unknown @ store::Error::UnknownOwner { .. }) => Err(unknown),
+        Err(error) => return Err(error.into()),
+    };
+    let others: Vec<ForgotThere> =
+        desk.cluster.forget_owner(&whose.owner).await.into_iter().map(there).collect();
+    let nobody = others.iter().all(|other| other.keys == 0);
+    let store::Forgotten { keys, rows } = if nobody { here? } else { here.unwrap_or_default() };
+    Ok(Json(Forgot { keys, rows, others }))
+}
+
+fn there((node, done): (String, Result<cluster::Forgotten, String>)) -> ForgotThere {
+    match done {
+        Ok(cluster::Forgotten { keys, rows, .. }) => ForgotThere { node, keys, rows, trouble: String::new() },
+        Err(trouble) => ForgotThere { node, trouble, ..ForgotThere::default() },
+    }
 }
 
 /// The keys that a text means: one, or a block's of every group.

@@ -118,6 +118,8 @@ pub struct EngineFacts {
 pub struct Report {
     /// The engine's internal id of the request.
     pub request: String,
+    /// Whose request it is, where that is clear.
+    pub owner: Option<Arc<str>>,
     pub sources: Sources,
     /// Every row of the prompt that is held somewhere, and where it ends.
     pub chain: Vec<(RowKey, u32)>,

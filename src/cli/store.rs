@@ -12,7 +12,7 @@ use super::Layers;
 use super::ask::{Running, not_found};
 use super::out::{Exit, Out, Tint, Told, say};
 use super::status::{about, ago, clean};
-use crate::api::desk::{By, Done, Forgot, Sheet, Which, Whose};
+use crate::api::desk::{By, Done, Forgot, ForgotThere, Sheet, Which, Whose};
 use crate::base::clock::unix_seconds;
 use crate::observe::chains::PrefixUse;
 use crate::settings::load;
@@ -367,19 +367,26 @@ fn forget(whose: Forget) -> anyhow::Result<Exit> {
     if json {
         out.line(&serde_json::to_string(&told)?)?;
     } else {
-        let Forgot { keys, rows, others } = told;
-        out.line(&format!("{keys} keys destroyed; {rows} rows can be read by nobody any more"))?;
-        if !others.is_empty() {
-            let others: Vec<String> = others.iter().map(|name| clean(name)).collect();
-            let what = format!("! {} has keys of its own: run this there too", others.join(", "));
-            out.line(&out.tint(Tint::Warn, &what))?;
+        let gone = |keys, rows| format!("{keys} keys destroyed; {rows} rows can be read by nobody any more");
+        out.line(&gone(told.keys, told.rows))?;
+        for ForgotThere { node, keys, rows, trouble } in &told.others {
+            let node = clean(node);
+            match trouble.as_str() {
+                "" => out.line(&format!("on {node}: {}", gone(*keys, *rows)))?,
+                why => {
+                    let what =
+                        format!("! {node} may still have keys of its own ({}): run this there", clean(why));
+                    out.line(&out.tint(Tint::Warn, &what))?;
+                }
+            }
         }
         if !is_running {
             out.line("no node runs here, so no others are known: if there are, run this there too")?;
         }
     }
     out.done()?;
-    Ok(Exit::Done)
+    let all = told.others.iter().all(|other| other.trouble.is_empty());
+    Ok(if all { Exit::Done } else { Exit::Failed })
 }
 
 fn order(verb: &str, done: &str, name: Name) -> anyhow::Result<Exit> {

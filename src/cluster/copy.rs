@@ -5,6 +5,7 @@
 //! that is dropped touches its rows no more; a store is awaited, because it does. The rows are a few, on this node's
 //! own memory, and known to the store only while an engine of their space is here.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -14,12 +15,14 @@ use prometheus::{IntCounter, IntCounterVec};
 use tokio::sync::watch;
 
 use super::Inner;
-use super::sharing::{Batch, Drive, Share, Sharing, Why};
+use super::proto::Forgotten;
+use super::sharing::{Batch, Drive, Row, Share, Sharing, Why};
 use crate::base::block::{RowItem, RowKey, Space};
 use crate::base::clock::{Clock, Micros};
 use crate::base::frame::Outcome;
 use crate::base::rows::{AreaId, Rows};
 use crate::meter::Meter;
+use crate::store;
 
 /// Bytes of rows that are copied at one time: at least one row.
 const MEMORY: usize = 32 << 20;
@@ -120,7 +123,7 @@ impl Metrics {
 #[derive(Debug)]
 pub struct Desk {
     pub loads: Loads,
-    share: Mutex<Share>,
+    pub share: Mutex<Share>,
     /// Rows of the engine that is served: the copies have the same layout.
     engine: watch::Sender<Option<Arc<Rows>>>,
     metrics: Metrics,
@@ -148,10 +151,11 @@ impl Desk {
 }
 
 impl Inner {
-    /// A request here has used this chain.
-    pub fn used(&self, space: Space, chain: &[(RowKey, u32)]) {
+    /// A request here, of this owner if that is clear, has used this chain.
+    pub fn used(&self, space: Space, owner: Option<&Arc<str>>, chain: &[(RowKey, u32)]) {
         let is_ours = self.desk.engine.borrow().as_ref().is_some_and(|rows| rows.space == space);
-        if !is_ours {
+        // A copy must not be sealed under anybody's key.
+        if !is_ours || (owner.is_none() && self.store.encrypts()) {
             return;
         }
         let keys: Vec<RowKey> = chain.iter().map(|(key, _)| *key).collect();
@@ -160,7 +164,7 @@ impl Inner {
         let now = self.shared.clock.now();
         let rows = chain.iter().zip(here.into_iter().zip(there));
         let rows = rows.filter(|(_, (here, there))| !here && *there).map(|(row, _)| *row);
-        self.desk.share.lock().on_used(now, rows);
+        self.desk.share.lock().on_used(now, owner, rows);
     }
 }
 
@@ -171,6 +175,7 @@ pub async fn run(inner: Arc<Inner>) {
     let mut own: Option<Arc<Rows>> = None;
     let mut turn = 0;
     loop {
+        forget_as_told(&inner).await;
         if engine.has_changed().unwrap_or(false)
             && let Some(rows) = own.take()
         {
@@ -190,23 +195,47 @@ pub async fn run(inner: Arc<Inner>) {
     }
 }
 
+/// Destroys the keys of owners that other nodes' operators want to be forgotten. Between two batches, so that no copy of
+/// theirs is under way.
+async fn forget_as_told(inner: &Inner) {
+    for (of, owner) in inner.shared.take_orders_to_forget() {
+        inner.desk.share.lock().on_owner_forgotten(&owner);
+        let done = match inner.store.forget_owner(&owner).await {
+            Ok(store::Forgotten { keys, rows }) => Forgotten { keys, rows, trouble: String::new() },
+            Err(store::Error::UnknownOwner { .. }) => Forgotten::default(),
+            Err(error) => Forgotten { trouble: error.to_string(), ..Forgotten::default() },
+        };
+        match done.trouble.as_str() {
+            "" => tracing::info!(
+                keys = done.keys,
+                rows = done.rows,
+                "an owner was forgotten, as another node said"
+            ),
+            why => tracing::error!(why, "an owner that another node wants forgotten is not"),
+        }
+        inner.shared.say_forgotten(of, owner, done);
+    }
+}
+
 /// Offers, and copies one batch. True when there may be more to do at once.
 async fn step(inner: &Inner, engine: &Arc<Rows>, own: &mut Option<Arc<Rows>>, turn: &mut usize) -> bool {
     let (desk, shared, space) = (&inner.desk, &inner.shared, engine.space);
     let now = shared.clock.now();
     let status = inner.store.usage();
     let drive = Drive { used: status.0, capacity: status.1, row_bytes: engine.row_bytes() as u64 };
+    let seals = inner.store.encrypts();
     for rows in shared.take_offers(space) {
-        desk.share.lock().on_offer(rows);
+        // What is sealed there is sealed here too or not taken, and the other way round: in the clear a row would
+        // outlive its owner's key, and sealed under nobody's key it could never be forgotten.
+        desk.share.lock().on_offer(rows.into_iter().filter(|row| row.owner.is_some() == seals));
     }
     if desk.share.lock().offers(now, drive) {
         *turn = turn.wrapping_add(1);
-        let cold = inner.store.coldest(space, *turn, OFFER);
+        let cold = inner.store.coldest(space, *turn, OFFER).into_iter();
+        let cold = cold.map(|store::Cold { key, position, owner }| Row { key, position, owner }).collect();
         desk.metrics.offered.inc_by(shared.offer(space, cold, *turn) as u64);
     }
-    // Whose a row of another node is does not come with it, and sealed under nobody's key it would outlive the key of
-    // whoever it belongs to.
-    if inner.store.encrypts() || !desk.loads.is_idle(now) {
+    if !desk.loads.is_idle(now) {
         return false;
     }
     let most = (MEMORY / engine.row_bytes().max(1)).clamp(1, ROWS);
@@ -246,7 +275,7 @@ async fn copy(inner: &Inner, rows: &Arc<Rows>, batch: Batch) -> bool {
     let desk = &inner.desk;
     let numbered = (0_u32..).zip(&batch.rows);
     let items: Vec<RowItem> =
-        numbered.map(|(row, &(key, position))| RowItem { key, position, row }).collect();
+        numbered.map(|(row, wanted)| RowItem { key: wanted.key, position: wanted.position, row }).collect();
     let deadline = inner.shared.clock.now().plus(PATIENCE);
     let fetched = tokio::select! {
         biased;
@@ -258,13 +287,19 @@ async fn copy(inner: &Inner, rows: &Arc<Rows>, batch: Batch) -> bool {
         desk.share.lock().on_interrupted(batch);
         return false;
     };
-    let came: Vec<RowItem> =
-        items.iter().zip(fetched).filter(|(_, o)| *o == Outcome::FromPeer).map(|(i, _)| *i).collect();
-    let stored = if came.is_empty() { Vec::new() } else { inner.store.put(rows, came.clone()).await };
-    // A full drive keeps what is worth more, and does not count that as a failure.
-    let is_kept = |key: &RowKey| inner.store.holds(rows.space, key);
-    let done = came.iter().zip(stored).filter(|(_, outcome)| outcome.is_ok());
-    let kept: Vec<RowKey> = done.map(|(item, _)| item.key).filter(is_kept).collect();
+    let mut came: BTreeMap<Arc<str>, Vec<RowItem>> = BTreeMap::new();
+    for ((item, row), outcome) in items.iter().zip(&batch.rows).zip(fetched) {
+        if outcome == Outcome::FromPeer {
+            came.entry(row.owner.clone().unwrap_or_default()).or_default().push(*item);
+        }
+    }
+    let mut kept: Vec<RowKey> = Vec::new();
+    for (owner, items) in came {
+        let stored = inner.store.put_of(owner, rows, items.clone()).await;
+        let done = items.iter().zip(stored).filter(|(_, outcome)| outcome.is_ok());
+        // A full drive keeps what is worth more, and does not count that as a failure.
+        kept.extend(done.map(|(item, _)| item.key).filter(|key| inner.store.holds(rows.space, key)));
+    }
     if batch.why == Why::Offered {
         inner.store.cool(rows.space, &kept);
     }

@@ -45,7 +45,7 @@ use tokio::sync::{broadcast, mpsc};
 use tokio::time::Instant;
 use tokio_rustls::TlsStream;
 
-pub use proto::SpaceFacts;
+pub use proto::{Forgotten, SpaceFacts};
 pub use sharing::Sharing;
 pub use state::{Member, MemberState, PeerChange};
 pub use token::NotAToken;
@@ -65,6 +65,9 @@ use identity::{Identity, Pin};
 use proto::{Hello, MAX_NOTE, Message, Word};
 use state::{Parts, Shared};
 use token::{Invites, Refusal, Secret, Token};
+
+/// How long another node's answer to an operator's order is awaited.
+const ORDER: Duration = Duration::from_secs(10);
 
 /// Relay streams that wait to be taken.
 const RELAYS: usize = 64;
@@ -294,10 +297,26 @@ impl Cluster {
         self.0.desk.set_engine(rows);
     }
 
-    /// A request here has used this chain, each row with the tokens up to its end. Rows that come from other nodes
-    /// again and again are copied.
-    pub fn used(&self, space: Space, chain: &[(RowKey, u32)]) {
-        self.0.used(space, chain);
+    /// A request here, of this owner if that is clear, has used this chain, each row with the tokens up to its end. Rows
+    /// that come from other nodes again and again are copied, for that owner.
+    pub fn used(&self, space: Space, owner: Option<&Arc<str>>, chain: &[(RowKey, u32)]) {
+        self.0.used(space, owner, chain);
+    }
+
+    /// Has the keys of an owner destroyed on every other node. For each its name and what became of it, or why that is not
+    /// known.
+    pub async fn forget_owner(&self, owner: &str) -> Vec<(String, Result<Forgotten, String>)> {
+        self.0.desk.share.lock().on_owner_forgotten(owner);
+        let answer = async |(name, answered): (String, _)| {
+            let done = match tokio::time::timeout(ORDER, answered).await {
+                Ok(Ok(Forgotten { trouble, .. })) if !trouble.is_empty() => Err(trouble),
+                Ok(Ok(done)) => Ok(done),
+                Ok(Err(_)) => Err("it is not connected".to_owned()),
+                Err(_) => Err(format!("no answer within {} seconds", ORDER.as_secs())),
+            };
+            (name, done)
+        };
+        join_all(self.0.shared.tell_to_forget(owner).into_iter().map(answer)).await
     }
 
     /// Does not know the node with this name (or fingerprint, in hex, or its first 8 digits) any more; it can come back

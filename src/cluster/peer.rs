@@ -13,7 +13,8 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use super::facts::{Match, differences};
-use super::proto::{MAX_KEYS, SpaceFacts, Word};
+use super::proto::{self, MAX_KEYS, MAX_OFFERED, SpaceFacts, Word};
+use super::sharing::Row;
 use super::telling::Telling;
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::Micros;
@@ -31,6 +32,9 @@ pub const PENDING: usize = 1 << 16;
 
 /// Heartbeats within the silence that ends a session: three may be lost.
 const BEATS: u32 = 4;
+
+/// Words that wait to be said once: an operator's orders and their answers.
+const WORDS: usize = 64;
 
 /// Bounds of one machine. Tests make them small, so that they are reached.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +67,11 @@ pub enum Event {
     /// What opens data connections to the peer.
     Ticket(Ticket),
     /// Rows that the peer is likely to drop.
-    Offered { space: Space, keys: Vec<(RowKey, u32)> },
+    Offered { space: Space, rows: Vec<Row> },
+    /// The peer's operator wants an owner's keys destroyed.
+    Forget(String),
+    /// The peer has destroyed an owner's keys, or says why not.
+    OwnerForgotten(String, proto::Forgotten),
     /// The session is over: close the connection.
     Down(String),
 }
@@ -122,7 +130,9 @@ struct Due {
     facts: bool,
     resync: bool,
     beat: bool,
-    offer: Vec<(RowKey, u32)>,
+    offer: Vec<Row>,
+    /// Said once, in their order.
+    words: VecDeque<Word>,
 }
 
 /// What we were told.
@@ -282,13 +292,22 @@ impl Peer {
 
     /// Rows that this node is likely to drop, to be taken over by the peer. The last offer counts. False when the peer
     /// has no use for them.
-    pub fn offer(&mut self, space: Space, mut keys: Vec<(RowKey, u32)>) -> bool {
+    pub fn offer(&mut self, space: Space, mut rows: Vec<Row>) -> bool {
         let of_use = self.is_up() && self.matched == Match::Same(space);
         if of_use {
-            keys.truncate(MAX_KEYS);
-            self.due.offer = keys;
+            rows.truncate(MAX_OFFERED);
+            self.due.offer = rows;
         }
         of_use
+    }
+
+    /// Says this once, while the session lives. False when there is none, or too much waits to be said.
+    pub fn say(&mut self, word: Word) -> bool {
+        let can = self.is_up() && self.due.words.len() < WORDS;
+        if can {
+            self.due.words.push_back(word);
+        }
+        can
     }
 
     /// What this node holds of `space`; answers [`Event::Tell`].
@@ -368,24 +387,27 @@ impl Peer {
                 self.on_beat(now, facts, (epoch, seq), complete, note);
             }
             Word::Ticket(ticket) => self.events.push_back(Event::Ticket(ticket)),
-            Word::Offer { space, keys } => {
+            Word::Offer { space, rows } => {
                 if self.matched == Match::Same(space) {
-                    self.events.push_back(Event::Offered { space, keys });
+                    self.events.push_back(Event::Offered { space, rows });
                 }
             }
+            Word::Forget { owner } => self.events.push_back(Event::Forget(owner)),
+            Word::Forgotten { owner, done } => self.events.push_back(Event::OwnerForgotten(owner, done)),
             Word::Bye => self.on_disconnected("it stopped"),
         }
     }
 
     /// Something could be sent.
     pub fn wants_to_send(&self) -> bool {
-        let Due { ticket, facts, resync, beat, offer } = &self.due;
+        let Due { ticket, facts, resync, beat, offer, words } = &self.due;
         self.is_up()
             && (ticket.is_some()
                 || *facts
                 || *resync
                 || *beat
                 || !offer.is_empty()
+                || !words.is_empty()
                 || self.telling.snapshot.is_some()
                 || !self.telling.pending.is_empty())
     }
@@ -410,8 +432,11 @@ impl Peer {
             let note = self.note.clone();
             return Some(Word::Heartbeat { facts: self.number, epoch, seq, complete, note });
         }
+        if let Some(word) = self.due.words.pop_front() {
+            return Some(word);
+        }
         if let (Match::Same(space), false) = (&self.matched, self.due.offer.is_empty()) {
-            return Some(Word::Offer { space: *space, keys: std::mem::take(&mut self.due.offer) });
+            return Some(Word::Offer { space: *space, rows: std::mem::take(&mut self.due.offer) });
         }
         self.due.offer.clear();
         self.telling.next(self.room.part)

@@ -39,7 +39,9 @@ struct Side {
     believed: BTreeSet<RowKey>,
     ticket: Option<Ticket>,
     note: String,
-    offered: Vec<(RowKey, u32)>,
+    offered: Vec<Row>,
+    forget: Vec<String>,
+    forgotten: Vec<(String, proto::Forgotten)>,
     downs: Vec<String>,
 }
 
@@ -53,6 +55,8 @@ impl Side {
             ticket: None,
             note: String::new(),
             offered: Vec::new(),
+            forget: Vec::new(),
+            forgotten: Vec::new(),
             downs: Vec::new(),
         }
     }
@@ -85,7 +89,9 @@ impl Side {
                 Event::Forgotten => self.believed.clear(),
                 Event::Note(note) => self.note = note,
                 Event::Ticket(ticket) => self.ticket = Some(ticket),
-                Event::Offered { keys, .. } => self.offered.extend(keys),
+                Event::Offered { rows, .. } => self.offered.extend(rows),
+                Event::Forget(owner) => self.forget.push(owner),
+                Event::OwnerForgotten(owner, done) => self.forgotten.push((owner, done)),
                 Event::Down(why) => self.downs.push(why),
             }
         }
@@ -376,16 +382,32 @@ fn notes_come_with_the_heartbeat() {
 #[test]
 fn an_offer_reaches_a_peer_of_the_same_space_and_no_other() {
     let mut pair = Pair::connected(12);
-    assert!(pair.sides[0].peer.offer(space(1), vec![(key(1), 16)]));
+    let row = |n| Row { key: key(n), position: 16, owner: Some("ann".into()) };
+    assert!(pair.sides[0].peer.offer(space(1), vec![row(1)]));
     pair.run(2);
-    assert_eq!(pair.sides[1].offered, [(key(1), 16)]);
-    assert!(!pair.sides[0].peer.offer(space(2), vec![(key(2), 16)]), "another space");
+    assert_eq!(pair.sides[1].offered, [row(1)]);
+    assert!(!pair.sides[0].peer.offer(space(2), vec![row(2)]), "another space");
     // One that waits when the facts change is not said any more.
-    assert!(pair.sides[0].peer.offer(space(1), vec![(key(3), 16)]));
+    assert!(pair.sides[0].peer.offer(space(1), vec![row(3)]));
     pair.sides[0].peer.set_facts(None);
     pair.run(3);
     assert!(!pair.sides[0].peer.wants_to_send());
     assert_eq!(pair.sides[1].offered.len(), 1);
+}
+
+#[test]
+fn an_order_to_forget_an_owner_and_its_answer_are_said_once_while_the_session_lives() {
+    let mut pair = Pair::connected(13);
+    assert!(pair.sides[0].peer.say(Word::Forget { owner: "ann".into() }));
+    pair.run(2);
+    assert_eq!(pair.sides[1].forget, ["ann"]);
+    let done = proto::Forgotten { keys: 1, rows: 7, trouble: String::new() };
+    assert!(pair.sides[1].peer.say(Word::Forgotten { owner: "ann".into(), done: done.clone() }));
+    pair.run(3);
+    assert_eq!(pair.sides[0].forgotten, [("ann".to_owned(), done)]);
+    assert_eq!(pair.sides[1].forget.len(), 1, "once");
+    pair.sides[1].peer.on_word(pair.now, 1, Word::Bye);
+    assert!(!pair.sides[1].peer.say(Word::Forget { owner: "bob".into() }), "nobody hears it");
 }
 
 #[test]

@@ -15,8 +15,12 @@
 //! 6 RESYNC     generation u64                                   tell me everything again
 //! 7 HEARTBEAT  generation u64 | facts u32 | epoch u32 | seq u64 | complete u8 | note u32 + JSON
 //! 8 TICKET     generation u64 | ticket 32                       opens data connections, as long as this session lives
-//! 10 OFFER     generation u64 | space 36 | count u32 × (key 36 | position u32)      the sender will drop these
 //! 9 BYE        generation u64                                   the node stops
+//! 10 OFFER     generation u64 | space 36 | count u32 × (key 36 | position u32 | has owner u8 | owner)
+//!                                                               the sender will drop these
+//! 13 FORGET    generation u64 | owner                           destroy the keys of this owner, and say when it is done
+//! 14 FORGOTTEN generation u64 | owner | keys u64 | rows u64 | trouble
+//!                                                               what became of it; no trouble: it is done
 //! text = length u16 | UTF-8
 //! ```
 //!
@@ -25,14 +29,16 @@
 //! listener that lost the tail of the conversation notices.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use super::sharing::Row;
 use super::token::Secret;
 use crate::base::block::{RowKey, Space};
 use crate::base::codec::{Malformed, Reader, Writer};
 use crate::transfer::{Ticket, put_space, take_space};
 
 /// Version of this file.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// Largest frame, length field excluded: facts of 64 × 8 KiB.
 pub const MAX_FRAME: usize = 1 << 20;
@@ -45,6 +51,12 @@ pub const MAX_KEYS: usize = 8192;
 
 /// Facts of a space.
 pub const MAX_FACTS: usize = 64;
+
+/// Rows of one OFFER.
+pub const MAX_OFFERED: usize = 1024;
+
+/// Longest name of an owner, which is that of an API key.
+pub const MAX_OWNER: usize = 512;
 
 const MAX_TEXT: usize = 4096;
 const MAX_NAME: usize = 128;
@@ -119,9 +131,50 @@ pub enum Word {
     /// Rows that the sender is likely to drop soon, for whoever has room.
     Offer {
         space: Space,
-        keys: Vec<(RowKey, u32)>,
+        rows: Vec<Row>,
+    },
+    /// An operator wants the keys of this owner destroyed on every node.
+    Forget {
+        owner: String,
+    },
+    /// The answer to [`Word::Forget`].
+    Forgotten {
+        owner: String,
+        done: Forgotten,
     },
     Bye,
+}
+
+/// What became of an owner on the node that was told to forget it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Forgotten {
+    /// Keys that were destroyed.
+    pub keys: u64,
+    /// Rows that were held under them.
+    pub rows: u64,
+    /// Why a key may still be there; empty when none is.
+    pub trouble: String,
+}
+
+fn put_rows(w: &mut Writer, rows: &[Row]) {
+    w.u32(u32::try_from(rows.len()).expect("at most MAX_OFFERED"));
+    for Row { key, position, owner } in rows {
+        w.bytes(&key.to_bytes()).u32(*position).u8(owner.is_some().into());
+        if let Some(owner) = owner {
+            w.text(owner);
+        }
+    }
+}
+
+fn take_rows(r: &mut Reader<'_>) -> Result<Vec<Row>, Malformed> {
+    let count = r.count("offered rows", RowKey::LEN + 5, limit(MAX_OFFERED))?;
+    let row = |_| {
+        let (key, position) = (RowKey::from_bytes(&r.array()?), r.u32()?);
+        let owned = take_flag(r, "mark of an owner")?;
+        let owner = owned.then(|| bounded(r, "owner", MAX_OWNER)).transpose()?.map(Arc::from);
+        Ok(Row { key, position, owner })
+    };
+    (0..count).map(row).collect()
 }
 
 fn put_keys(w: &mut Writer, keys: &[(RowKey, u32)]) {
@@ -282,6 +335,8 @@ impl Word {
             Self::Ticket(_) => 8,
             Self::Bye => 9,
             Self::Offer { .. } => 10,
+            Self::Forget { .. } => 13,
+            Self::Forgotten { .. } => 14,
         }
     }
 
@@ -307,9 +362,16 @@ impl Word {
                     w.bytes(&key.to_bytes());
                 }
             }
-            Self::Offer { space, keys } => {
+            Self::Offer { space, rows } => {
                 put_space(w, space);
-                put_keys(w, keys);
+                put_rows(w, rows);
+            }
+            Self::Forget { owner } => {
+                w.text(owner);
+            }
+            Self::Forgotten { owner, done: Forgotten { keys, rows, trouble } } => {
+                w.text(owner).u64(*keys).u64(*rows);
+                put_bounded(w, trouble, MAX_TEXT);
             }
             Self::Resync | Self::Bye => {}
             Self::Heartbeat { facts, epoch, seq, complete, note } => {
@@ -353,7 +415,14 @@ impl Word {
             }
             8 => Self::Ticket(Ticket(r.array()?)),
             9 => Self::Bye,
-            10 => Self::Offer { space: take_space(r)?, keys: take_keys(r)? },
+            10 => Self::Offer { space: take_space(r)?, rows: take_rows(r)? },
+            13 => Self::Forget { owner: bounded(r, "owner", MAX_OWNER)?.to_owned() },
+            14 => {
+                let owner = bounded(r, "owner", MAX_OWNER)?.to_owned();
+                let (keys, rows) = (r.u64()?, r.u64()?);
+                let trouble = bounded(r, "trouble", MAX_TEXT)?.to_owned();
+                Self::Forgotten { owner, done: Forgotten { keys, rows, trouble } }
+            }
             other => return Err(Malformed::Unknown { what: "kind of message", value: other.into() }),
         })
     }
@@ -400,7 +469,19 @@ mod tests {
             word(Word::Resync),
             word(Word::Heartbeat { facts: 2, epoch: 3, seq: 4, complete: true, note: "{}".into() }),
             word(Word::Ticket(Ticket([5; 32]))),
-            word(Word::Offer { space, keys: vec![(key(1), 16)] }),
+            word(Word::Offer {
+                space,
+                rows: vec![
+                    Row { key: key(1), position: 16, owner: None },
+                    Row { key: key(2), position: 32, owner: Some("".into()) },
+                    Row { key: key(3), position: 48, owner: Some("ann".into()) },
+                ],
+            }),
+            word(Word::Forget { owner: "ann".into() }),
+            word(Word::Forgotten {
+                owner: "".into(),
+                done: Forgotten { keys: 1, rows: 2, trouble: "the drive says no".into() },
+            }),
             word(Word::Bye),
         ]
     }
@@ -434,6 +515,9 @@ mod tests {
         let space = Space { namespace: Namespace([8; 32]), rank: Rank::ONLY };
         let delta = word(Word::Delta { space, epoch: 1, seq: 1, added: keys, removed });
         assert!(delta.encode().len() <= MAX_FRAME);
+        let row = Row { key: key(1), position: 1, owner: Some("o".repeat(MAX_OWNER).into()) };
+        let offer = word(Word::Offer { space, rows: vec![row; MAX_OFFERED] });
+        assert!(offer.encode().len() <= MAX_FRAME);
         let what = (0..100).map(|n| (format!("{n:05000}"), "v".repeat(9000))).collect();
         let facts = SpaceFacts { space, what }.bounded();
         let message = word(Word::Facts { number: 1, facts: Some(facts) });
@@ -449,7 +533,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_reader_panic(mut bytes in proptest::collection::vec(any::<u8>(), 1..300), kind in 0_u8..12) {
+        fn no_bytes_make_the_reader_panic(mut bytes in proptest::collection::vec(any::<u8>(), 1..300), kind in 0_u8..16) {
             bytes[0] = kind;
             if let Ok(message) = Message::decode(&bytes)
                 && !matches!(message, Message::ForeignHello(_))

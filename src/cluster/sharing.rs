@@ -11,7 +11,8 @@
 //! Copies wait for an idle moment, never take more than a rate, and never more than a share of the capacity. Nothing
 //! here is remembered over a restart: what is used is learned again within two uses.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::base::block::{RowKey, Space};
@@ -50,6 +51,17 @@ impl Default for Sharing {
     fn default() -> Self {
         Self { copy: true, take_over: true, rate: Bytes::mib(128), share: 25 }
     }
+}
+
+/// A row that may be copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    pub key: RowKey,
+    /// Tokens of its prompt up to its end.
+    pub position: u32,
+    /// The name under whose key a copy is sealed: whose request used it here, or whose it is where it is offered. None:
+    /// nobody knows, or it lies there in the clear.
+    pub owner: Option<Arc<str>>,
 }
 
 /// Why a row is copied.
@@ -92,18 +104,18 @@ impl Drive {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     pub why: Why,
-    pub rows: Vec<(RowKey, u32)>,
+    pub rows: Vec<Row>,
 }
 
 impl Batch {
     /// Takes rows until there are `most` that are to be copied.
     fn of(
         why: Why,
-        next: impl Iterator<Item = (RowKey, u32)>,
+        next: impl Iterator<Item = Row>,
         most: usize,
         fresh: impl Fn(&RowKey) -> bool,
     ) -> Option<Self> {
-        let rows: Vec<_> = next.filter(|(key, _)| fresh(key)).take(most).collect();
+        let rows: Vec<_> = next.filter(|row| fresh(&row.key)).take(most).collect();
         (!rows.is_empty()).then_some(Self { why, rows })
     }
 }
@@ -120,8 +132,8 @@ pub struct Share {
     space: Option<Space>,
     sharing: Sharing,
     uses: HashMap<RowKey, Use>,
-    wanted: BTreeSet<(u32, RowKey)>,
-    offered: VecDeque<(RowKey, u32)>,
+    wanted: BTreeMap<(u32, RowKey), Option<Arc<str>>>,
+    offered: VecDeque<Row>,
     /// Copies that were made because both use them.
     copies: HashSet<RowKey>,
     /// Bytes that may be fetched now, and since when that is so.
@@ -136,7 +148,7 @@ impl Share {
             space: None,
             sharing,
             uses: HashMap::new(),
-            wanted: BTreeSet::new(),
+            wanted: BTreeMap::new(),
             offered: VecDeque::new(),
             copies: HashSet::new(),
             purse: 0,
@@ -153,8 +165,13 @@ impl Share {
         }
     }
 
-    /// A request here has used these rows, which only other nodes hold.
-    pub fn on_used(&mut self, now: Micros, rows: impl Iterator<Item = (RowKey, u32)>) {
+    /// A request here, of this owner, has used these rows, which only other nodes hold.
+    pub fn on_used(
+        &mut self,
+        now: Micros,
+        owner: Option<&Arc<str>>,
+        rows: impl Iterator<Item = (RowKey, u32)>,
+    ) {
         if !self.sharing.copy {
             return;
         }
@@ -162,7 +179,7 @@ impl Share {
             let seen = self.uses.entry(key).or_insert(Use { count: 0, last: now });
             *seen = Use { count: seen.count.saturating_add(1), last: now };
             if seen.count >= OFTEN && self.wanted.len() < REMEMBERED {
-                self.wanted.insert((position, key));
+                self.wanted.insert((position, key), owner.cloned());
             }
         }
         if self.uses.len() > REMEMBERED {
@@ -175,10 +192,16 @@ impl Share {
     }
 
     /// Another node would drop these rows.
-    pub fn on_offer(&mut self, rows: Vec<(RowKey, u32)>) {
+    pub fn on_offer(&mut self, rows: impl Iterator<Item = Row>) {
         if self.sharing.take_over {
-            self.offered.extend(rows.into_iter().take(REMEMBERED.saturating_sub(self.offered.len())));
+            self.offered.extend(rows.take(REMEMBERED.saturating_sub(self.offered.len())));
         }
+    }
+
+    /// Nothing is copied for this owner any more.
+    pub fn on_owner_forgotten(&mut self, owner: &str) {
+        self.wanted.retain(|_, of| of.as_deref() != Some(owner));
+        self.offered.retain(|row| row.owner.as_deref() != Some(owner));
     }
 
     /// Whether it is time to offer cold rows.
@@ -233,7 +256,8 @@ impl Share {
             self.wanted.clear();
             return None;
         }
-        let next = std::iter::from_fn(|| self.wanted.pop_first().map(|(position, key)| (key, position)));
+        let next = std::iter::from_fn(|| self.wanted.pop_first());
+        let next = next.map(|((position, key), owner)| Row { key, position, owner });
         Batch::of(Why::Used, next, most, fresh)
     }
 
@@ -263,7 +287,9 @@ impl Share {
     /// A load came in between: the rows are to be copied later.
     pub fn on_interrupted(&mut self, batch: Batch) {
         match batch.why {
-            Why::Used => self.wanted.extend(batch.rows.into_iter().map(|(key, position)| (position, key))),
+            Why::Used => {
+                self.wanted.extend(batch.rows.into_iter().map(|row| ((row.position, row.key), row.owner)));
+            }
             Why::Offered => batch.rows.into_iter().rev().for_each(|row| self.offered.push_front(row)),
         }
     }
@@ -298,6 +324,10 @@ mod tests {
         which.map(|n| (key(n), (n + 1) * 16))
     }
 
+    fn rows(which: std::ops::Range<u32>) -> impl Iterator<Item = Row> {
+        chain(which).map(|(key, position)| Row { key, position, owner: None })
+    }
+
     fn drive(percent: u64) -> Drive {
         Drive { used: percent * ROW * 10, capacity: 1000 * ROW, row_bytes: ROW }
     }
@@ -309,16 +339,16 @@ mod tests {
     /// What is copied when it all is elsewhere and nothing here.
     fn next(share: &mut Share, seconds: u64, percent: u64, most: usize) -> Option<(Why, Vec<u32>)> {
         let batch = share.next(at(seconds), drive(percent), most, |_| false, |_| true)?;
-        Some((batch.why, batch.rows.iter().map(|(_, position)| position / 16 - 1).collect()))
+        Some((batch.why, batch.rows.iter().map(|row| row.position / 16 - 1).collect()))
     }
 
     #[test]
     fn a_row_is_copied_after_its_second_use_over_the_cable_heads_first() {
         let mut share = Share::new(Sharing::default());
-        share.on_used(at(1), chain(0..6));
+        share.on_used(at(1), None, chain(0..6));
         assert_eq!(next(&mut share, 10, 50, 4), None, "used once");
-        share.on_used(at(11), chain(3..6));
-        share.on_used(at(11), chain(0..3));
+        share.on_used(at(11), None, chain(3..6));
+        share.on_used(at(11), None, chain(0..3));
         assert_eq!(next(&mut share, 12, 50, 4), Some((Why::Used, vec![0, 1, 2, 3])));
         assert_eq!(next(&mut share, 13, 50, 4), Some((Why::Used, vec![4, 5])));
         assert_eq!(next(&mut share, 14, 50, 4), None);
@@ -327,17 +357,17 @@ mod tests {
     #[test]
     fn what_is_here_already_or_nowhere_else_is_not_copied() {
         let mut share = Share::new(Sharing::default());
-        share.on_used(at(1), chain(0..6));
-        share.on_used(at(2), chain(0..6));
+        share.on_used(at(1), None, chain(0..6));
+        share.on_used(at(2), None, chain(0..6));
         let batch = share.next(at(3), drive(50), 10, |k| *k == key(0), |k| *k != key(5)).unwrap();
-        assert_eq!(batch.rows, chain(1..5).collect::<Vec<_>>());
+        assert_eq!(batch.rows, rows(1..5).collect::<Vec<_>>());
     }
 
     #[test]
     fn copies_keep_to_their_rate_and_their_share() {
         let sharing = Sharing { rate: Bytes(3 * ROW), share: 1, ..Sharing::default() };
         let mut share = Share::new(sharing);
-        let used = |share: &mut Share| (0..2).for_each(|_| share.on_used(at(1), chain(0..100)));
+        let used = |share: &mut Share| (0..2).for_each(|_| share.on_used(at(1), None, chain(0..100)));
         used(&mut share);
         let first = next(&mut share, 100, 50, 50).unwrap();
         assert_eq!(first.1, [0, 1, 2], "a second's worth, however long it was idle");
@@ -346,8 +376,8 @@ mod tests {
         let mut held: HashSet<RowKey> = chain(0..3).map(|(k, _)| k).collect();
         for second in 101..200 {
             if let Some(batch) = share.next(at(second), drive(50), 50, |k| held.contains(k), |_| true) {
-                held.extend(batch.rows.iter().map(|(k, _)| *k));
-                share.on_copied(batch.why, batch.rows.into_iter().map(|(k, _)| k));
+                held.extend(batch.rows.iter().map(|row| row.key));
+                share.on_copied(batch.why, batch.rows.into_iter().map(|row| row.key));
             }
         }
         assert_eq!(held.len(), 10);
@@ -355,13 +385,13 @@ mod tests {
         used(&mut share);
         // Three of them have gone from the drive since.
         let batch = share.next(at(300), drive(50), 50, |k| *k >= key(3), |_| true);
-        assert_eq!(batch.map(|b| b.rows), Some(chain(0..3).collect()));
+        assert_eq!(batch.map(|b| b.rows), Some(rows(0..3).collect()));
     }
 
     #[test]
     fn a_row_larger_than_a_seconds_worth_still_comes() {
         let mut share = Share::new(Sharing { rate: Bytes(ROW / 4), ..Sharing::default() });
-        (0..2).for_each(|_| share.on_used(at(0), chain(0..2)));
+        (0..2).for_each(|_| share.on_used(at(0), None, chain(0..2)));
         let came: Vec<u64> = (1..10).filter(|&s| next(&mut share, s, 50, 8).is_some()).collect();
         assert_eq!(came, [4, 8]);
     }
@@ -373,7 +403,7 @@ mod tests {
         assert!(share.offers(at(1), drive(90)));
         assert!(!share.offers(at(5), drive(99)), "not at once again");
         assert!(share.offers(at(11), drive(99)));
-        share.on_offer(chain(0..4).collect());
+        share.on_offer(rows(0..4));
         assert_eq!(next(&mut share, 12, 74, 3), Some((Why::Offered, vec![0, 1, 2])));
         assert_eq!(next(&mut share, 13, 75, 3), None, "it has no room itself");
         assert_eq!(next(&mut share, 14, 10, 3), None, "and forgets what it was offered");
@@ -382,17 +412,32 @@ mod tests {
     #[test]
     fn what_is_turned_off_does_not_happen() {
         let mut share = Share::new(Sharing { copy: false, take_over: false, ..Sharing::default() });
-        (0..3).for_each(|n| share.on_used(at(n), chain(0..4)));
-        share.on_offer(chain(0..4).collect());
+        (0..3).for_each(|n| share.on_used(at(n), None, chain(0..4)));
+        share.on_offer(rows(0..4));
         assert_eq!(next(&mut share, 10, 10, 9), None);
         assert!(!share.offers(at(10), drive(99)));
     }
 
     #[test]
+    fn a_copy_is_for_whoever_used_it_or_whose_it_was_until_that_owner_is_forgotten() {
+        let mut share = Share::new(Sharing::default());
+        let (ann, bob): (Arc<str>, Arc<str>) = ("ann".into(), "bob".into());
+        (0..2).for_each(|_| share.on_used(at(1), Some(&ann), chain(0..2)));
+        (0..2).for_each(|_| share.on_used(at(1), Some(&bob), chain(2..4)));
+        share.on_offer(rows(4..6).map(|row| Row { owner: Some(bob.clone()), ..row }));
+        share.on_owner_forgotten("bob");
+        let batch = share.next(at(5), drive(10), 9, |_| false, |_| true).unwrap();
+        assert_eq!(batch.rows, rows(0..2).map(|r| Row { owner: Some(ann.clone()), ..r }).collect::<Vec<_>>());
+        share.on_interrupted(batch.clone());
+        assert_eq!(share.next(at(6), drive(10), 9, |_| false, |_| true), Some(batch), "with its owner");
+        assert_eq!(share.next(at(7), drive(10), 9, |_| false, |_| true), None);
+    }
+
+    #[test]
     fn an_interrupted_batch_comes_again() {
         let mut share = Share::new(Sharing::default());
-        (0..2).for_each(|_| share.on_used(at(1), chain(0..3)));
-        share.on_offer(chain(10..13).collect());
+        (0..2).for_each(|_| share.on_used(at(1), None, chain(0..3)));
+        share.on_offer(rows(10..13));
         for why in [Why::Used, Why::Offered] {
             let batch = share.next(at(5), drive(10), 3, |_| false, |_| true).unwrap();
             assert_eq!(batch.why, why);
@@ -406,8 +451,8 @@ mod tests {
         let mut share = Share::new(Sharing::default());
         let step = 1 << 14;
         for n in 0..32 {
-            (0..2).for_each(|_| share.on_used(at(n.into()), chain(n * step..(n + 1) * step)));
-            share.on_offer(chain(n * step..(n + 1) * step).collect());
+            (0..2).for_each(|_| share.on_used(at(n.into()), None, chain(n * step..(n + 1) * step)));
+            share.on_offer(rows(n * step..(n + 1) * step));
             assert!(share.uses.len() <= REMEMBERED + step as usize);
             assert!(share.wanted.len() <= REMEMBERED && share.offered.len() <= REMEMBERED);
         }

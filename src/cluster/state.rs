@@ -10,14 +10,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Notify, broadcast, watch};
+use tokio::sync::{Notify, broadcast, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::facts::Match;
 use super::identity::{Fingerprint, Pin};
 use super::metrics::Metrics;
 use super::peer::{Counts, Event, Peer, Room};
-use super::proto::{Hello, SpaceFacts, Word};
+use super::proto::{Forgotten, Hello, SpaceFacts, Word};
+use super::sharing::Row;
 use crate::base::block::{RowKey, Space};
 use crate::base::clock::{Clock, Micros, unix_seconds};
 use crate::base::fault::{Code, Fault};
@@ -93,7 +94,19 @@ struct State {
     join: Join,
     sessions: u64,
     /// Rows that other nodes offered, until they are taken.
-    offers: VecDeque<(Space, Vec<(RowKey, u32)>)>,
+    offers: VecDeque<(Space, Vec<Row>)>,
+    /// Owners that other nodes' operators want to be forgotten here, until that is done.
+    forget: VecDeque<(Fingerprint, String)>,
+    /// Who waits for another node to forget an owner.
+    asked: Vec<Asked>,
+}
+
+/// An order that another node was given.
+#[derive(Debug)]
+struct Asked {
+    of: Fingerprint,
+    owner: String,
+    answer: oneshot::Sender<Forgotten>,
 }
 
 /// How joining by a token stands.
@@ -220,9 +233,9 @@ impl Shared {
 
     /// Offers rows of which nobody else has a copy to one of the nodes that can use them, another one each `turn`.
     /// Gives how many.
-    pub fn offer(&self, space: Space, mut rows: Vec<(RowKey, u32)>, turn: usize) -> usize {
+    pub fn offer(&self, space: Space, mut rows: Vec<Row>, turn: usize) -> usize {
         let mut state = self.state.lock();
-        rows.retain(|(key, _)| !state.peers.values().any(|entry| entry.peer.holds(space, key)));
+        rows.retain(|row| !state.peers.values().any(|entry| entry.peer.holds(space, &row.key)));
         let fit = |entry: &&Entry| *entry.peer.matched() == Match::Same(space) && entry.peer.is_up();
         let count = state.peers.values().filter(fit).count();
         let chosen = state.peers.values().filter(fit).nth(turn % count.max(1)).map(|e| e.pin.fingerprint);
@@ -235,9 +248,42 @@ impl Shared {
     }
 
     /// What other nodes have offered of this space since it was asked last.
-    pub fn take_offers(&self, space: Space) -> Vec<Vec<(RowKey, u32)>> {
+    pub fn take_offers(&self, space: Space) -> Vec<Vec<Row>> {
         let offers = std::mem::take(&mut self.state.lock().offers);
         offers.into_iter().filter(|(of, _)| *of == space).map(|(_, rows)| rows).collect()
+    }
+
+    /// Tells every other node to destroy the keys of an owner. For each its name, and what to await its answer with; the
+    /// sender is dropped when the order cannot be said.
+    pub fn tell_to_forget(&self, owner: &str) -> Vec<(String, oneshot::Receiver<Forgotten>)> {
+        let mut state = self.state.lock();
+        state.asked.retain(|asked| !asked.answer.is_closed());
+        let all: Vec<Pin> = state.peers.values().map(|entry| entry.pin.clone()).collect();
+        let tell = |Pin { name, fingerprint: of, .. }| {
+            let (answer, answered) = oneshot::channel();
+            let word = Word::Forget { owner: owner.to_owned() };
+            if self.feed(&mut state, of, |peer| peer.say(word)) == Some(true) {
+                state.asked.push(Asked { of, owner: owner.to_owned(), answer });
+            }
+            (name, answered)
+        };
+        let told = all.into_iter().map(tell).collect();
+        drop(state);
+        self.wake.send_replace(());
+        told
+    }
+
+    /// Owners that are to be forgotten here, with the nodes that wait for an answer.
+    pub fn take_orders_to_forget(&self) -> VecDeque<(Fingerprint, String)> {
+        std::mem::take(&mut self.state.lock().forget)
+    }
+
+    /// Answers such an order. A node that is gone meanwhile asks again by its operator.
+    pub fn say_forgotten(&self, of: Fingerprint, owner: String, done: Forgotten) {
+        let mut state = self.state.lock();
+        self.feed(&mut state, of, |peer| peer.say(Word::Forgotten { owner, done }));
+        drop(state);
+        self.wake.send_replace(());
     }
 
     /// As [`Self::holders`]: whom a fetch would ask, and with which ticket.
@@ -503,11 +549,21 @@ impl Shared {
                 Event::Note(note) => entry.note = serde_json::from_str(&note).unwrap_or_default(),
                 Event::Ticket(ticket) => self.open_rails(entry, ticket),
                 Event::Down(why) => self.down(entry, why),
-                Event::Offered { space, keys } => {
+                Event::Offered { space, rows } => {
                     if state.offers.len() == OFFERS {
                         state.offers.pop_front();
                     }
-                    state.offers.push_back((space, keys));
+                    state.offers.push_back((space, rows));
+                }
+                // Each peer is told so once by an operator; what does not fit is not answered, and so seen there.
+                Event::Forget(owner) if state.forget.len() < OFFERS => state.forget.push_back((of, owner)),
+                Event::Forget(_) => {}
+                Event::OwnerForgotten(owner, done) => {
+                    let waits = |asked: &Asked| asked.of == of && asked.owner == owner;
+                    if let Some(nth) = state.asked.iter().position(waits) {
+                        // Whoever asked may have gone.
+                        let _ = state.asked.swap_remove(nth).answer.send(done);
+                    }
                 }
                 Event::Changed { .. } | Event::Forgotten => spread.push(event),
             }

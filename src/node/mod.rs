@@ -210,10 +210,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         alerts: Arc::default(),
     };
     let open = open::Open::new(router, keys, parts.settings.listen.max_body);
-    let cluster = parts.cluster.clone();
-    let others: desk::Others =
-        Arc::new(move || cluster.members().into_iter().map(|member| member.name).collect());
-    let desk = desk::Desk::new(parts.store.clone(), Arc::clone(&parts.chains), others, tasks.clone());
+    let (store, cluster) = (parts.store.clone(), parts.cluster.clone());
+    let desk = desk::Desk::new(store, cluster, Arc::clone(&parts.chains), tasks.clone());
     let asked = parts.clone();
     let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
     let orders =

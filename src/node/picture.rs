@@ -91,7 +91,7 @@ pub async fn keep_ledger(parts: Parts) {
                     if let Some(engine) = parts.door.engine() {
                         let space = Space { namespace: engine.namespace, rank: engine.hello.rank() };
                         parts.store.heat(space, &report.chain, parts.clock.now());
-                        parts.cluster.used(space, &report.chain);
+                        parts.cluster.used(space, report.owner.as_ref(), &report.chain);
                         parts.chains.lock().add(&report.request, space, report.chain);
                     }
                 }

@@ -134,8 +134,9 @@ pub struct Store {
     pub ttl_days: u32,
     /// Seal new rows with AES-256-GCM, each under a key of the API key that its request came with and of its namespace;
     /// `spark-kv store forget --key NAME` destroys a key. Rows that are held stay as they are. Keys lie in
-    /// `state/store-keys`. Default false: a box that seals makes no copies of the other's rows. On a drive of 1.1 to
-    /// 1.8 GB/s and two cores it costs up to 7 % of reading and 12 % of writing; `spark-kv bench store` measures it.
+    /// `state/store-keys`. Default true: on a drive of 1.6 to 1.9 GB/s and two cores it costs 2 % of reading and up to
+    /// 14 % of writing rows of 1 MiB, and nothing that could be told from noise with larger ones; `spark-kv bench store`
+    /// measures it (docs/speed.md).
     pub encrypt: bool,
 }
 
@@ -257,7 +258,7 @@ impl Default for Store {
             scrub_days: 30,
             write_budget: Bytes(0),
             ttl_days: 0,
-            encrypt: false,
+            encrypt: true,
         }
     }
 }

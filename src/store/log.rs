@@ -3,12 +3,12 @@
 //! One segment is open; records are appended to it. When the next one does not fit, the segment is sealed: wait for
 //! its writes, make them durable, write the foot, make that durable. Meanwhile records go to the next segment, which
 //! was made ahead: as soon as the open one took its first record where there is room, when it is half full where room
-//! has to be made. Nobody waits for a seal or for a file, as long as a segment takes longer to fill than a file to be
-//! made durable: beside writes in flight a drive makes one wait for some tenths of a second.
+//! has to be made. Nobody waits for a seal or for a file, as long as [`SEALS_AT_ONCE`] segments take longer to fill
+//! than one to be sealed: beside writes in flight a drive makes one wait for some tenths of a second.
 //!
-//! The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]. There are two lanes, one for
-//! the segment that is being sealed and one for the file that is being made or removed, with one step at a time in
-//! each: the order within a seal is what makes a foot trustworthy.
+//! The driver asks [`Log::step`] what to do, does it, and reports with [`Log::stepped`]. Each segment that is being
+//! sealed has one step at a time, because the order within a seal is what makes a foot trustworthy; and one file at
+//! a time is being made or removed.
 //!
 //! Room is made of rows, not of segments: [`Step::Release`] asks for as many bytes of those worth least as are needed,
 //! wherever they lie in sealed segments. They leave the index, and the parts of the files where they lay are given back.
@@ -28,6 +28,7 @@
 //! failing does not eat the rows that it still holds. That a segment could not be made ahead is no error yet: rows go
 //! on into the open one, and it is tried again when that is full.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::format::{Entry, Head, PAGE64, Sequence, StoreId, encode_foot, foot_bytes, record_bytes};
@@ -37,6 +38,10 @@ use crate::base::clock::Micros;
 /// Pause between attempts to write again. Long enough that a full drive is not hammered, short enough that nobody
 /// restarts a node by hand for it.
 pub const RETRY: Duration = Duration::from_secs(30);
+
+/// Segments that are being sealed at one time. At full speed one fills in less time than the two syncs of a seal take
+/// beside writes.
+pub const SEALS_AT_ONCE: usize = 2;
 
 /// Attempts to seal a segment that fails to take its foot. Then it stays without one: its rows can be read, and a
 /// start scans it.
@@ -161,7 +166,8 @@ pub struct Limits {
 pub struct Log {
     limits: Limits,
     segments: Ledger,
-    sealing: Option<Sealing>,
+    /// The oldest first, at most [`SEALS_AT_ONCE`].
+    sealing: VecDeque<Sealing>,
     open: Option<Open>,
     /// The next one, made and empty.
     ahead: Option<Head>,
@@ -194,7 +200,7 @@ impl Log {
         Self {
             limits,
             segments: Ledger::default(),
-            sealing: None,
+            sealing: VecDeque::new(),
             open: None,
             ahead: None,
             wanted: false,
@@ -225,9 +231,12 @@ impl Log {
             self.ahead = Some(head);
             return;
         }
-        // With more than one before it, the older one stays without a foot: each start scans it, until it goes.
-        let before = self.open.replace(Open::new(head, tail, entries));
-        self.sealing = before.map(|segment| Sealing { segment, stage: Stage::Draining });
+        // With more before it, the older ones stay without a foot: each start scans them, until they go.
+        if self.open.is_some() && self.sealing.len() == SEALS_AT_ONCE {
+            self.sealing.pop_front();
+        }
+        self.begin_seal();
+        self.open = Some(Open::new(head, tail, entries));
     }
 
     pub fn capacity(&self) -> u64 {
@@ -358,10 +367,10 @@ impl Log {
         self.stopped.as_deref()
     }
 
-    /// The segment that is being sealed and the open one, if any.
+    /// The segments that are being sealed and the open one, if any.
     pub fn unsealed(&self) -> impl Iterator<Item = Sequence> {
-        let sealing = self.sealing.as_ref().map(|sealing| &sealing.segment);
-        sealing.into_iter().chain(&self.open).map(|segment| segment.head.sequence)
+        let sealing = self.sealing.iter().map(|sealing| &sealing.segment);
+        sealing.chain(&self.open).map(|segment| segment.head.sequence)
     }
 
     /// Whether a payload of `length` fits into an empty segment.
@@ -383,7 +392,7 @@ impl Log {
             open.tail + record + held_free + foot_bytes(open.places + moves + 1) <= open.head.size
         };
         if self.open.as_ref().is_some_and(|open| !has_room(open)) {
-            if moves > 0 || self.sealing.is_some() {
+            if moves > 0 || self.sealing.len() == SEALS_AT_ONCE {
                 return Room::Wait;
             }
             self.begin_seal();
@@ -407,8 +416,8 @@ impl Log {
 
     /// The open segment takes no more records.
     fn begin_seal(&mut self) {
-        debug_assert!(self.sealing.is_none(), "one seal at a time");
-        self.sealing = self.open.take().map(|segment| Sealing { segment, stage: Stage::Draining });
+        debug_assert!(self.sealing.len() < SEALS_AT_ONCE, "as many seals at a time as were measured");
+        self.sealing.extend(self.open.take().map(|segment| Sealing { segment, stage: Stage::Draining }));
     }
 
     /// A place for a row of the victim. It must be followed by [`Log::written`], [`Log::unwritten`] or
@@ -502,7 +511,7 @@ impl Log {
         }
         self.resting = None;
         let moves = self.victim.is_some();
-        if self.stopped.is_some() && self.sealing.is_none() && !moves {
+        if self.stopped.is_some() && self.sealing.is_empty() && !moves {
             self.begin_seal();
             self.go_on();
         }
@@ -512,12 +521,10 @@ impl Log {
             let room = open.head.size.saturating_sub(open.tail + foot_bytes(open.places) + PAGE64);
             return Some(Step::Choose { room });
         }
-        if let Some(Sealing { segment, stage }) = &mut self.sealing
-            && *stage == Stage::Draining
-            && segment.writes == 0
-        {
-            *stage = Stage::Syncing;
-            return Some(Step::Sync(segment.head.sequence));
+        let drained = |seal: &&mut Sealing| seal.stage == Stage::Draining && seal.segment.writes == 0;
+        if let Some(seal) = self.sealing.iter_mut().find(drained) {
+            seal.stage = Stage::Syncing;
+            return Some(Step::Sync(seal.segment.head.sequence));
         }
         if self.making.is_some() {
             return None;
@@ -559,7 +566,7 @@ impl Log {
                 self.stopped.is_none() && open.grows && !open.alone && is_due
             }
             // A drive that failed has to prove that it writes again before it is given more.
-            None => self.wanted && (self.stopped.is_none() || self.sealing.is_none()),
+            None => self.wanted && (self.stopped.is_none() || self.sealing.is_empty()),
         }
     }
 
@@ -574,10 +581,10 @@ impl Log {
                 }
                 None
             }
-            Step::Sync(_) | Step::Foot { .. } => match result {
-                Ok(_) => self.seal_goes_on(),
+            Step::Sync(sequence) | Step::Foot { sequence, .. } => match result {
+                Ok(_) => self.seal_goes_on(*sequence),
                 Err(reason) => {
-                    self.seal_failed();
+                    self.seal_failed(*sequence);
                     self.stop(reason, now);
                     None
                 }
@@ -586,9 +593,9 @@ impl Log {
         }
     }
 
-    fn seal_goes_on(&mut self) -> Option<Step> {
-        let Sealing { segment, stage } = self.sealing.as_mut()?;
-        let sequence = segment.head.sequence;
+    fn seal_goes_on(&mut self, sequence: Sequence) -> Option<Step> {
+        let nth = self.seal_of(sequence)?;
+        let Sealing { segment, stage } = &mut self.sealing[nth];
         match stage {
             Stage::Draining => None,
             Stage::Syncing => {
@@ -603,7 +610,7 @@ impl Log {
             }
             Stage::Settling => {
                 self.segments.seal(sequence);
-                self.sealing = None;
+                self.sealing.remove(nth);
                 self.dry = false;
                 self.go_on();
                 None
@@ -611,14 +618,18 @@ impl Log {
         }
     }
 
-    fn seal_failed(&mut self) {
-        if let Some(Sealing { segment, stage }) = &mut self.sealing {
-            *stage = Stage::Draining;
-            segment.failed_seals += 1;
-            if segment.failed_seals >= SEALS {
-                self.sealing = None;
-            }
+    fn seal_failed(&mut self, sequence: Sequence) {
+        let Some(nth) = self.seal_of(sequence) else { return };
+        let Sealing { segment, stage } = &mut self.sealing[nth];
+        *stage = Stage::Draining;
+        segment.failed_seals += 1;
+        if segment.failed_seals >= SEALS {
+            self.sealing.remove(nth);
         }
+    }
+
+    fn seal_of(&self, sequence: Sequence) -> Option<usize> {
+        self.sealing.iter().position(|seal| seal.segment.head.sequence == sequence)
     }
 
     fn made(&mut self, step: &Step, taken: u64) {
@@ -649,7 +660,7 @@ impl Log {
 
     /// After an error: rows are taken again once what was open is sealed and the next segment is there.
     fn go_on(&mut self) {
-        if self.resting.is_none() && self.sealing.is_none() && self.open.is_none() && self.ahead.is_some() {
+        if self.resting.is_none() && self.sealing.is_empty() && self.open.is_none() && self.ahead.is_some() {
             self.stopped = None;
         }
     }
@@ -673,7 +684,7 @@ impl Log {
         // What is going makes room when its reads have ended; and while there is an open one it says itself when it is
         // time to choose.
         let going = self.segments.dying().any(|(_, segment)| !self.is_bound(segment));
-        let waits = going || self.open.is_some() || self.sealing.is_some() || self.eligible().is_empty();
+        let waits = going || self.open.is_some() || !self.sealing.is_empty() || self.eligible().is_empty();
         (!waits).then_some(Step::Choose { room: 0 })
     }
 
@@ -685,8 +696,8 @@ impl Log {
     }
 
     fn unsealed_as(&mut self, sequence: Sequence) -> Option<&mut Open> {
-        let sealing = self.sealing.as_mut().map(|sealing| &mut sealing.segment);
-        sealing.into_iter().chain(&mut self.open).find(|segment| segment.head.sequence == sequence)
+        let sealing = self.sealing.iter_mut().map(|sealing| &mut sealing.segment);
+        sealing.chain(&mut self.open).find(|segment| segment.head.sequence == sequence)
     }
 }
 
@@ -723,6 +734,14 @@ mod tests {
         Entry { space, key, position: 0, page, length: ROW, checksum: 0, seal: 0 }
     }
 
+    /// The segment whose seal a step belongs to.
+    fn seal_of(step: &Step) -> Option<Sequence> {
+        match step {
+            Step::Sync(sequence) | Step::Foot { sequence, .. } => Some(*sequence),
+            _ => None,
+        }
+    }
+
     #[derive(Clone, Copy, Debug)]
     enum Act {
         Place,
@@ -732,7 +751,7 @@ mod tests {
         ReadBegins(usize),
         ReadEnds,
         StepEnds {
-            lane: usize,
+            nth: usize,
             well: bool,
         },
         /// Who is emptied, of those that may, and how many of its rows are moved; who gives how much room back.
@@ -755,8 +774,8 @@ mod tests {
             1 => Just(Act::WriteEnds { well: false }),
             2 => (0..6_usize).prop_map(Act::ReadBegins),
             2 => Just(Act::ReadEnds),
-            6 => (0..2_usize).prop_map(|lane| Act::StepEnds { lane, well: true }),
-            1 => (0..2_usize).prop_map(|lane| Act::StepEnds { lane, well: false }),
+            6 => (0..3_usize).prop_map(|nth| Act::StepEnds { nth, well: true }),
+            1 => (0..3_usize).prop_map(|nth| Act::StepEnds { nth, well: false }),
             2 => (0..4_usize, 0..4_usize).prop_map(|(nth, moves)| Act::Choose { nth, moves }),
             3 => any::<bool>().prop_map(|well| Act::MoveBegins { well }),
             3 => Just(Act::MoveEnds),
@@ -774,8 +793,8 @@ mod tests {
         whole: HashMap<Sequence, Vec<Entry>>,
         reading: Vec<Sequence>,
         forgotten: Vec<Sequence>,
-        /// One for a seal, one for a file.
-        steps: [Option<Step>; 2],
+        /// One for each seal, one for a file.
+        steps: Vec<Step>,
         /// What the next choices are.
         choice: (usize, usize),
         /// Rows to be moved, and rows that were: from where to where.
@@ -854,8 +873,12 @@ mod tests {
                     assert!(used + head.size <= LIMITS.capacity, "over the capacity");
                 }
             }
-            let lane = usize::from(!matches!(step, Step::Sync(_) | Step::Foot { .. }));
-            assert!(self.steps[lane].replace(step).is_none(), "one step at a time");
+            self.steps.push(step);
+            let mut sealed: Vec<_> = self.steps.iter().filter_map(seal_of).collect();
+            let seals = sealed.len();
+            assert!(seals <= SEALS_AT_ONCE && self.steps.len() <= seals + 1, "one file at a time");
+            sealed.dedup();
+            assert_eq!(sealed.len(), seals, "one step of a seal at a time");
         }
 
         /// The foot lists exactly the rows that are whole.
@@ -939,8 +962,11 @@ mod tests {
                         log.read(sequence);
                     }
                 }
-                Act::StepEnds { lane, well } => {
-                    let Some(step) = self.steps[lane].take() else { return };
+                Act::StepEnds { nth, well } => {
+                    if nth >= self.steps.len() {
+                        return;
+                    }
+                    let step = self.steps.remove(nth);
                     if well {
                         self.ends_well(&step);
                     }
@@ -990,8 +1016,8 @@ mod tests {
                     Act::ReadEnds,
                     Act::MoveBegins { well: true },
                     Act::MoveEnds,
-                    Act::StepEnds { lane: 0, well: true },
-                    Act::StepEnds { lane: 1, well: true },
+                    Act::StepEnds { nth: 0, well: true },
+                    Act::StepEnds { nth: 0, well: true },
                     Act::Wait,
                 ] {
                     world.act(&mut log, act);

@@ -209,6 +209,15 @@ fn unknown_owner(asked: &str, known: &[String]) -> String {
     }
 }
 
+/// A row that was not used for long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cold {
+    pub key: RowKey,
+    pub position: u32,
+    /// Under whose key it is sealed. None: it lies in the clear.
+    pub owner: Option<Arc<str>>,
+}
+
 /// A whole row in own memory.
 #[derive(Clone, Debug)]
 pub struct Record {
@@ -531,16 +540,19 @@ impl Store {
 
     /// Rows that are likely to go when room is needed: up to `most` of those that were used longest ago, out of a few
     /// segments that are looked at in turn. Each with its position.
-    pub fn coldest(&self, space: Space, turn: usize, most: usize) -> Vec<(RowKey, u32)> {
+    pub fn coldest(&self, space: Space, turn: usize, most: usize) -> Vec<Cold> {
         let index = self.0.shared.index.lock();
         let segments: Vec<_> = index.segments().collect();
         let from = turn.wrapping_mul(COLD_SEGMENTS) % segments.len().max(1);
         let looked = segments.iter().cycle().skip(from).take(COLD_SEGMENTS.min(segments.len()));
         let rows = looked.flat_map(|&sequence| index.rows_of(sequence)).filter(|(of, ..)| *of == space);
-        let mut rows: Vec<_> = rows.map(|(_, key, place, heat)| (heat.last, place.position, key)).collect();
+        let mut rows: Vec<_> =
+            rows.map(|(_, key, place, heat)| (heat.last, place.position, key, place.seal)).collect();
         drop(index);
         rows.sort_unstable();
-        rows.into_iter().take(most).map(|(_, position, key)| (key, position)).collect()
+        let owner = |seal| (seal != 0).then(|| self.0.shared.seals.owner(seal)).flatten();
+        let cold = |(_, position, key, seal)| Cold { key, position, owner: owner(seal) };
+        rows.into_iter().take(most).map(cold).collect()
     }
 
     /// These rows count as not used for a day: they make room before those that requests here have used.

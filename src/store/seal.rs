@@ -142,6 +142,11 @@ impl Seals {
         number == 0 || self.keys.as_ref().is_some_and(|keys| keys.get(number).is_some())
     }
 
+    /// Whose key this is.
+    pub fn owner(&self, number: u32) -> Option<Arc<str>> {
+        self.keys.as_ref()?.get(number).map(|key| Arc::clone(&key.owner))
+    }
+
     /// Why rows cannot be sealed at present.
     pub fn trouble(&self) -> Option<String> {
         self.trouble.lock().clone()

@@ -406,7 +406,8 @@ impl Session {
                     self.load(job, deadline_us, &request, items)?;
                 }
                 FromEngine::Report { request, sources, chain } => {
-                    self.shared.report(Report { request, sources, chain });
+                    let owner = (self.shared.options.owner_of)(&request);
+                    self.shared.report(Report { request, owner, sources, chain });
                 }
             }
         }
