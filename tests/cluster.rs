@@ -21,7 +21,9 @@ use spark_kv::base::geometry::{Group, GroupKind, Hello};
 use spark_kv::base::rows::{AreaId, Rows};
 use spark_kv::base::shm::Mapping;
 use spark_kv::base::units::Bytes;
-use spark_kv::cluster::{Cluster, Error, MemberState, Options, PeerChange, SeenAs, Sharing, SpaceFacts};
+use spark_kv::cluster::{
+    Cluster, Error, Forgotten, MemberState, Options, PeerChange, SeenAs, Sharing, SpaceFacts,
+};
 use spark_kv::meter::Meter;
 use spark_kv::settings::Io;
 use spark_kv::store::{self, DiskKind, Mem, Store};
@@ -90,6 +92,7 @@ struct Home {
     seen_as: SeenAs,
     sharing: Sharing,
     capacity: Bytes,
+    encrypt: bool,
 }
 
 struct Node {
@@ -109,6 +112,7 @@ impl Home {
             seen_as: SeenAs::default(),
             sharing: Sharing::default(),
             capacity: Bytes::mib(32),
+            encrypt: false,
         }
     }
 
@@ -125,7 +129,9 @@ impl Home {
             io: Io::Auto,
             queue_depth: 8,
         };
-        let (store, _) = Store::open(options, DiskKind::Mem(Mem::new()), Clock::real(), &meter).unwrap();
+        let sealing = store::Sealing { keys: Some(self.folder.path().join("keys")), encrypt: self.encrypt };
+        let disk = DiskKind::Mem(Mem::new());
+        let (store, _) = Store::open_sealed(options, &sealing, disk, Clock::real(), &meter).unwrap();
         let options = Options {
             name: self.name.into(),
             identity: self.identity(),
@@ -152,6 +158,10 @@ impl Home {
 
 impl Node {
     async fn hold(&self, which: std::ops::Range<u32>) {
+        self.hold_for("", which).await;
+    }
+
+    async fn hold_for(&self, owner: &str, which: std::ops::Range<u32>) {
         let rows = area(which.end - which.start);
         let items = items(which);
         for item in &items {
@@ -159,7 +169,7 @@ impl Node {
             rows.fill(item.row, |row| row.copy_from_slice(&payload(n)));
         }
         self.store.attach(&rows).await.unwrap();
-        assert!(self.store.put(&rows, items).await.iter().all(|o| o.is_ok()));
+        assert!(self.store.put_of(owner.into(), &rows, items).await.iter().all(|o| o.is_ok()));
         self.store.detach(rows.id).await;
     }
 
@@ -777,6 +787,74 @@ async fn cold_rows_of_a_node_that_is_nearly_full_move_to_one_with_room() {
     assert_eq!(first.cluster.fetch(&rows, items(n..n + 1), None).await, [Outcome::FromPeer]);
     assert!(first.count("cluster_offered_rows_total") > 0 && first.copied("offered") == 0);
     end([first, second]).await;
+}
+
+/// Nodes that seal, the first one small.
+async fn that_seal() -> [Node; 2] {
+    let (mut a, mut b) = (Home::new("a"), Home::new("b"));
+    (a.encrypt, b.encrypt, a.capacity) = (true, true, Bytes::mib(17));
+    let (first, second) = joined(&a, &b).await;
+    for node in [&first, &second] {
+        node.cluster.set_rows(Some(area(4)));
+    }
+    [first, second]
+}
+
+#[tokio::test]
+async fn a_copy_of_a_sealed_row_belongs_to_whoever_used_it_here() {
+    let [first, second] = that_seal().await;
+    first.hold_for("ann", 0..20).await;
+    second.learns(|held| held.len() == 20).await;
+    let (bob, cid) = ("bob".into(), "cid".into());
+    for _ in 0..2 {
+        second.cluster.used(space(), None, &chain(15..20));
+        second.cluster.used(space(), Some(&bob), &chain(0..10));
+        second.cluster.used(space(), Some(&cid), &chain(10..12));
+    }
+    until("copies", || second.copied("used") == 12).await;
+    assert_eq!(second.holds(0..20), (0..12).collect::<Vec<_>>(), "whose the others would be is not clear");
+    for n in 0..12 {
+        assert!(second.store.read(space(), key(n)).await.unwrap().payload == payload(n), "row {n}");
+    }
+    let gone = second.store.forget_owner("bob").await.unwrap();
+    assert_eq!((gone.rows, second.holds(0..20)), (10, vec![10, 11]));
+    assert!(second.store.forget_owner("ann").await.is_err(), "no key of hers came along");
+    end([first, second]).await;
+}
+
+#[tokio::test]
+async fn a_sealed_row_that_is_taken_over_stays_its_owners_and_goes_with_the_key_on_both_nodes() {
+    let [first, second] = that_seal().await;
+    let mut held = 0;
+    while second.copied("offered") < 100 {
+        let owner = if held % 200 == 0 { "ann" } else { "bob" };
+        first.hold_for(owner, held..held + 100).await;
+        held += 100;
+        assert!(held < 20_000, "nothing is taken over");
+        let (used, capacity) = first.store.usage();
+        if used * 100 >= capacity * 90 {
+            until("it is taken over", || second.copied("offered") >= 100).await;
+        }
+    }
+    let is_anns = |n: &u32| n % 200 < 100;
+    let before = second.holds(0..held);
+    for &n in &before {
+        assert!(second.store.read(space(), key(n)).await.unwrap().payload == payload(n), "row {n}");
+    }
+    // No more of them come meanwhile.
+    first.cluster.set_rows(None);
+    let told = first.cluster.forget_owner("ann").await;
+    let [(name, Ok(gone))] = &told[..] else { panic!("{told:?}") };
+    assert!(name == "b" && gone.keys == 1 && gone.rows > 0, "{told:?}");
+    assert!(second.holds(0..held).iter().all(|n| !is_anns(n)), "rows of hers are left");
+    assert!(second.holds(0..held).len() + gone.rows as usize >= before.len());
+    let again = first.cluster.forget_owner("ann").await;
+    assert_eq!(again[0].1, Ok(Forgotten::default()), "it knows her no more, and that is no trouble");
+    second.end().await;
+    until("it is gone", || first.cluster.members()[0].state == MemberState::Gone).await;
+    let told = first.cluster.forget_owner("bob").await;
+    assert!(told[0].1.as_ref().is_err_and(|why| why.contains("not connected")), "{told:?}");
+    first.end().await;
 }
 
 #[tokio::test]
