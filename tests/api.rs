@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail the test")]
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -161,6 +162,7 @@ struct Setup {
     idle: Duration,
     max_body: u64,
     max_requests: u32,
+    aliases: BTreeMap<String, String>,
 }
 
 impl Setup {
@@ -174,6 +176,7 @@ impl Setup {
             idle: LIMIT,
             max_body: 1 << 20,
             max_requests: 16,
+            aliases: BTreeMap::new(),
         }
     }
 }
@@ -194,12 +197,12 @@ fn own(url: &str, fit: Fit) -> Own {
 impl Node {
     async fn start(tasks: &Tasks, setup: Setup) -> Self {
         let meter = Meter::new();
-        let Setup { name, url, dial, keys, share, idle, max_body, max_requests } = setup;
+        let Setup { name, url, dial, keys, share, idle, max_body, max_requests, aliases } = setup;
         let options = Options { name: name.into(), share, idle, max_requests, dial };
         let router = Router::new(options, Clock::real(), &meter);
         router.set_own(own(&url, Fit::Well));
         let outcomes = router.outcomes();
-        let open = Open::new(router.clone(), keys, units::Bytes(max_body));
+        let open = Open::new(router.clone(), keys, units::Bytes(max_body), aliases);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let app = api::assemble(&open, axum::Router::new());
@@ -406,6 +409,13 @@ async fn bytes_pass_unchanged_both_ways_on_every_endpoint() {
         "/v1/responses",
         "/tokenize",
         "/detokenize",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/rerank",
+        "/score",
+        "/pooling",
+        "/classify",
     ] {
         let head = format!(
             "POST {path}?beta=true&&x=%2f HTTP/1.1\r\nX-Request-Id: my \"id\"\r\nX-Other: one\r\nx-other: two\r\n\
@@ -518,8 +528,101 @@ async fn chunks_of_a_stream_are_neither_merged_nor_cut() {
     )
     .await;
     let node = Node::alone(&tasks, &url).await;
-    let got = node.ask(CHAT, STREAM).await;
+    let asks = STREAM.replace("true,", "true,\"stream_options\":{\"include_usage\":true},");
+    let got = node.ask(CHAT, &asks).await;
     assert_eq!(got.chunks(), ["data: a", "\n\n", ": k", "\n\ndata: [DONE]\n\n"]);
+    // Where an event may have to be left out, they pass as events.
+    let got = node.ask(CHAT, STREAM).await;
+    assert_eq!(got.chunks(), ["data: a\n\n", ": k\n\ndata: [DONE]\n\n"]);
+}
+
+/// Streams of both endpoints that have options for it: what reaches the engine, and what of its answer is passed on.
+#[tokio::test]
+async fn a_stream_tells_the_router_its_usage_and_the_client_only_when_it_asked() {
+    let tasks = Tasks::new();
+    let mut engine = Engine::start(&tasks).await;
+    let mut node = Node::alone(&tasks, &engine.url).await;
+    let word = "data: {\"choices\":[{\"text\":\"x\"}]}\n\n";
+    let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1,\
+                 \"prompt_tokens_details\":{\"cached_tokens\":8}}}\n\n";
+    let done = "data: [DONE]\n\n";
+    for (path, asks) in [(CHAT, false), (CHAT, true), ("/v1/completions", false)] {
+        let with = STREAM.replacen('{', "{\"stream_options\":{\"include_usage\":true},", 1);
+        let client = node.post(path, if asks { &with } else { STREAM }).await;
+        let exchange = engine.next().await;
+        assert_eq!(exchange.body, with.as_bytes(), "{path}");
+        assert_eq!(exchange.headers["content-length"], with.len().to_string());
+        let (sender, response) = events();
+        exchange.reply.send(response).unwrap();
+        for event in [word, usage, done] {
+            sender.send(event.into()).await.unwrap();
+        }
+        drop(sender);
+        let wanted = if asks { [word, usage, done].concat() } else { [word, done].concat() };
+        assert_eq!(client.answer().await.events(), wanted, "{path}");
+        let outcome = node.outcome().await;
+        let known = Usage { prompt_tokens: Some(9), cached_tokens: Some(8), completion_tokens: Some(1) };
+        assert_eq!((outcome.usage, outcome.end), (Some(known), End::Whole), "{path}");
+    }
+    // Others have no such option, or are no streams.
+    for (path, body) in [("/v1/messages", STREAM), (CHAT, HI)] {
+        let client = node.post(path, body).await;
+        let exchange = engine.next().await;
+        assert_eq!(exchange.body, body.as_bytes(), "{path}");
+        exchange.reply.send(answer(200, "application/json", "{}")).unwrap();
+        client.answer().await;
+    }
+}
+
+#[tokio::test]
+async fn a_model_can_be_called_by_an_alias_and_answers_to_it() {
+    let tasks = Tasks::new();
+    let mut engine = Engine::start(&tasks).await;
+    let aliases = [("fast", "m"), ("lost", "nowhere"), ("m", "other")];
+    let aliases = aliases.map(|(alias, model)| (alias.to_owned(), model.to_owned())).into();
+    let mut node = Node::start(&tasks, Setup { aliases, ..Setup::new("a", &engine.url) }).await;
+    let called = |name: &str| format!("{{ \"model\" : \"{name}\",\"x\":1.0}}");
+    let client = node.post(CHAT, &called("fast")).await;
+    let exchange = engine.next().await;
+    assert_eq!(exchange.body, called("m").as_bytes());
+    exchange.reply.send(answer(200, "application/json", &called("m"))).unwrap();
+    let got = client.answer().await;
+    assert_eq!((got.text(), got.header("content-length")), (called("fast"), Some("27")));
+    assert_eq!(node.outcome().await.model.as_deref(), Some("m"));
+    // In a stream each event.
+    let client = node.post(CHAT, &STREAM.replace("\"m\"", "\"fast\"")).await;
+    let (sender, response) = events();
+    engine.next().await.reply.send(response).unwrap();
+    for _ in 0..2 {
+        sender.send(format!("data: {}\n\n", called("m")).into()).await.unwrap();
+    }
+    drop(sender);
+    assert_eq!(client.answer().await.events(), format!("data: {}\n\n", called("fast")).repeat(2));
+    // A name of the engine's own stays its own, and an alias of nothing is told by the name that it stands for.
+    let client = node.post(CHAT, &called("m")).await;
+    let exchange = engine.next().await;
+    assert_eq!(exchange.body, called("m").as_bytes());
+    exchange.reply.send(answer(200, "application/json", "{}")).unwrap();
+    client.answer().await;
+    let refused = node.ask(CHAT, &called("lost")).await;
+    assert_error(
+        &refused,
+        false,
+        404,
+        "invalid_request_error",
+        "model_not_found",
+        "`nowhere` does not exist",
+    );
+    // They are listed.
+    let client = node.send("GET /v1/models HTTP/1.1\r\n", b"").await;
+    let list = "{\"object\":\"list\",\"data\":[{\"id\":\"m\"}]}";
+    engine.next().await.reply.send(answer(200, "application/json", list)).unwrap();
+    let names = client.answer().await.json();
+    assert_eq!(
+        names["data"][1],
+        json!({"id": "fast", "object": "model", "owned_by": "spark-kv", "root": "m"})
+    );
+    assert_eq!(names["data"].as_array().unwrap().len(), 2);
 }
 
 #[tokio::test]
@@ -852,8 +955,8 @@ async fn what_is_not_served_is_said_in_json() {
     let tasks = Tasks::new();
     let mut engine = Engine::start(&tasks).await;
     let node = Node::alone(&tasks, &engine.url).await;
-    let got = node.ask("/v1/embeddings", "{}").await;
-    assert_error(&got, false, 404, "invalid_request_error", "not_found", "POST /v1/embeddings");
+    let got = node.ask("/v1/images/generations", "{}").await;
+    assert_error(&got, false, 404, "invalid_request_error", "not_found", "POST /v1/images/generations");
     let got = node.send("GET /v1/messages HTTP/1.1\r\n", b"").await.answer().await;
     assert_error(&got, true, 405, "invalid_request_error", "method_not_allowed", "does not take GET");
     assert!(engine.untouched());

@@ -282,6 +282,23 @@ fn impossible_values_are_refused_with_their_origin() {
 }
 
 #[test]
+fn an_alias_stands_for_a_model() {
+    let of = |aliases: &[(&str, &str)]| {
+        let set =
+            |case: Case, &(alias, model): &(&str, &str)| case.set(&format!("router.aliases.{alias}"), model);
+        aliases.iter().fold(Case::new(), set).problem()
+    };
+    for (aliases, wanted) in [
+        (&[("a", "b"), ("b", "m")][..], "`a` = `b`: it stands for another alias"),
+        (&[("a", "a")], "it stands for itself"),
+        (&[("a", " ")], "a name is empty"),
+    ] {
+        let said = of(aliases);
+        assert!(said.contains("router.aliases: ") && said.contains(wanted), "{said}");
+    }
+}
+
+#[test]
 fn what_is_just_possible_is_taken() {
     for (key, text) in [
         ("listen.port", "65532"),

@@ -4,12 +4,15 @@
 //! one connection left out and these added: `x-request-id` (the client's, or one that was made), `x-spark-box`
 //! (the node whose engine answered) and `x-spark-router-us` (what the routers added).
 //!
-//! One exception. `/v1/responses` does not heed `X-Request-Id` but takes its id out of the body; where the body
-//! has no `request_id`, one (`resp_` and the id) is put in front of its first field, and all else stays as it is.
+//! Three exceptions, each a span of the body and no more. `/v1/responses` does not heed `X-Request-Id` but takes its id
+//! out of the body; where the body has no `request_id`, one (`resp_` and the id) is put in front of its first field. A
+//! stream is asked for its usage where the client did not, and the event with it is left out of the answer. A model that
+//! is called by an alias (`router.aliases`) is called by its own name there, and by the alias in the answer.
 //!
 //! A request may say where it is to be served: `x-spark-box: <name>` binds it to a node. `x-spark-forwarded` from
 //! a client means no more than "serve it here".
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::body::{Body, HttpBody};
@@ -24,7 +27,8 @@ use super::keys::Keys;
 use super::{body, errors};
 use crate::base::units;
 use crate::router::{
-    Aim, Ask, BOX, Call, Endpoint, FORWARDED, Flight, OWNER, Passage, REQUEST_ID, Refusal, Router,
+    Aim, Alias, Ask, BOX, Call, Endpoint, FORWARDED, Flight, OWNER, Passage, REQUEST_ID, Refusal, Router,
+    splice,
 };
 
 /// The open API. Cheap to clone.
@@ -36,6 +40,8 @@ struct Inner {
     router: Router,
     keys: Keys,
     max_body: u64,
+    /// Models by the names that clients may use for them beside their own.
+    aliases: BTreeMap<String, String>,
 }
 
 /// Where a request comes in.
@@ -55,8 +61,13 @@ const LINGER_TIMES: u64 = 4;
 const LARGE: usize = 1 << 20;
 
 impl Open {
-    pub fn new(router: Router, keys: Keys, max_body: units::Bytes) -> Self {
-        Self(Arc::new(Inner { router, keys, max_body: max_body.0 }))
+    pub fn new(
+        router: Router,
+        keys: Keys,
+        max_body: units::Bytes,
+        aliases: BTreeMap<String, String>,
+    ) -> Self {
+        Self(Arc::new(Inner { router, keys, max_body: max_body.0, aliases }))
     }
 
     pub fn router(&self) -> &Router {
@@ -90,6 +101,13 @@ impl Open {
             .route("/v1/models", got(Endpoint::Models))
             .route("/tokenize", posted(Endpoint::Tokenize))
             .route("/detokenize", posted(Endpoint::Detokenize))
+            .route("/v1/embeddings", posted(Endpoint::Plain))
+            .route("/v1/score", posted(Endpoint::Plain))
+            .route("/v1/rerank", posted(Endpoint::Plain))
+            .route("/rerank", posted(Endpoint::Plain))
+            .route("/score", posted(Endpoint::Plain))
+            .route("/pooling", posted(Endpoint::Plain))
+            .route("/classify", posted(Endpoint::Plain))
             .route("/v1/{*rest}", any(other(Endpoint::Unknown, no_route)))
     }
 
@@ -142,7 +160,7 @@ impl Open {
         parts: &Parts,
         body: &mut Body,
     ) -> Result<(Flight, Bytes), Refusal> {
-        let Inner { router, keys, max_body } = &*self.0;
+        let Inner { router, keys, max_body, .. } = &*self.0;
         let (from, owner) = match entry {
             Entry::Relay => {
                 let from = text(&parts.headers, &FORWARDED).unwrap_or("peer").to_owned();
@@ -180,11 +198,11 @@ impl Open {
         parts: &mut Parts,
         mut bytes: Bytes,
     ) -> Result<Response<Passage>, Refusal> {
-        let Inner { router, keys, .. } = &*self.0;
+        let Inner { router, keys, aliases, .. } = &*self.0;
         let endpoint = flight.endpoint();
         let read = match endpoint {
             Endpoint::Models | Endpoint::ResponseById => Ok(Ask::bare(endpoint)),
-            _ => read(endpoint, &parts.headers, &bytes).await,
+            _ => self.read(endpoint, &parts.headers, &bytes).await,
         };
         let ask = match read.and_then(|ask| router.knows(&ask).map(|()| ask)) {
             Ok(ask) => ask,
@@ -193,6 +211,9 @@ impl Open {
                 return Err(refusal);
             }
         };
+        let alias = ask.alias.clone().zip(ask.model.clone()).map(|(alias, model)| Alias { alias, model });
+        let (spliced, undo) = splice(endpoint, ask.stream, &bytes, &ask.spans, alias);
+        bytes = spliced;
         if endpoint == Endpoint::Responses && ask.request_id.is_none() {
             bytes = body::with_request_id(&bytes, flight.engine_id());
         }
@@ -212,11 +233,26 @@ impl Open {
             headers.insert(OWNER, owner);
         }
         let target = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
-        let call = Call { method: parts.method.clone(), target, headers, body: bytes };
+        let call = Call { method: parts.method.clone(), target, headers, body: bytes, undo };
         match endpoint {
-            Endpoint::Models => router.catalog(flight, aim, &call).await,
+            Endpoint::Models => router.catalog(flight, aim, &call, aliases).await,
             _ => router.carry(flight, &ask, aim, &call).await,
         }
+    }
+
+    async fn read(&self, endpoint: Endpoint, headers: &HeaderMap, bytes: &Bytes) -> Result<Ask, Refusal> {
+        let malformed = |error: serde_json::Error| Refusal::Malformed(error.to_string());
+        let inner = Arc::clone(&self.0);
+        let own = move |called: &str| {
+            let model = inner.aliases.get(called)?;
+            (!inner.router.serves(called)).then(|| model.clone())
+        };
+        if bytes.len() < LARGE {
+            return Ask::read_as(endpoint, headers, bytes, own).map_err(malformed);
+        }
+        let (headers, bytes) = (headers.clone(), bytes.clone());
+        let reading = tokio::task::spawn_blocking(move || Ask::read_as(endpoint, &headers, &bytes, own));
+        reading.await.map_err(|error| Refusal::Malformed(error.to_string()))?.map_err(malformed)
     }
 
     fn aim(&self, entry: Entry, ask: &Ask, parts: &Parts) -> Aim {
@@ -232,20 +268,10 @@ impl Open {
             (_, Some(node), _) => Aim::Pinned(node.to_owned()),
             _ if forwarded.is_some() => Aim::Here("the request asks to be served here".into()),
             (_, _, Some(node)) => Aim::Held(node),
-            _ if ask.endpoint.generates() => Aim::Best,
+            _ if ask.endpoint.generates() || ask.endpoint == Endpoint::Plain => Aim::Best,
             _ => Aim::Near,
         }
     }
-}
-
-async fn read(endpoint: Endpoint, headers: &HeaderMap, bytes: &Bytes) -> Result<Ask, Refusal> {
-    let malformed = |error: serde_json::Error| Refusal::Malformed(error.to_string());
-    if bytes.len() < LARGE {
-        return Ask::read(endpoint, headers, bytes).map_err(malformed);
-    }
-    let (headers, bytes) = (headers.clone(), bytes.clone());
-    let reading = tokio::task::spawn_blocking(move || Ask::read(endpoint, &headers, &bytes));
-    reading.await.map_err(|error| Refusal::Malformed(error.to_string()))?.map_err(malformed)
 }
 
 fn wrong_method(parts: &Parts) -> Refusal {

@@ -209,7 +209,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         chains: Arc::default(),
         alerts: Arc::default(),
     };
-    let open = open::Open::new(router, keys, parts.settings.listen.max_body);
+    let aliases = parts.settings.router.aliases.clone();
+    let open = open::Open::new(router, keys, parts.settings.listen.max_body, aliases);
     let (store, cluster) = (parts.store.clone(), parts.cluster.clone());
     let desk = desk::Desk::new(store, cluster, Arc::clone(&parts.chains), tasks.clone());
     let asked = parts.clone();

@@ -11,6 +11,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqA
 use serde_json::value::RawValue;
 
 use super::prefix::{Mark, Roller};
+use super::splice::Spans;
 
 /// The routes of the open API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -25,13 +26,15 @@ pub enum Endpoint {
     ResponseById,
     Tokenize,
     Detokenize,
+    /// Embeddings, scores, ranks, classes: one answer to one input, no prefix to be found again.
+    Plain,
     Models,
     /// No route of ours: only its refusal needs a shape.
     Unknown,
 }
 
 impl Endpoint {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Chat,
         Self::Completions,
         Self::Messages,
@@ -40,6 +43,7 @@ impl Endpoint {
         Self::ResponseById,
         Self::Tokenize,
         Self::Detokenize,
+        Self::Plain,
         Self::Models,
         Self::Unknown,
     ];
@@ -55,6 +59,7 @@ impl Endpoint {
             Self::ResponseById => "response_by_id",
             Self::Tokenize => "tokenize",
             Self::Detokenize => "detokenize",
+            Self::Plain => "plain",
             Self::Models => "models",
             Self::Unknown => "unknown",
         }
@@ -93,6 +98,9 @@ pub struct Ask {
     pub request_id: Option<String>,
     /// `previous_response_id` of the body: only the engine that made that response has it.
     pub previous: Option<String>,
+    /// The alias that the client used for the model, where it used one.
+    pub alias: Option<String>,
+    pub spans: Spans,
 }
 
 impl Ask {
@@ -108,14 +116,28 @@ impl Ask {
             max_tokens: None,
             request_id: None,
             previous: None,
+            alias: None,
+            spans: Spans::default(),
         }
     }
 
     /// Reads a JSON body. The error is serde_json's, with line and column.
     pub fn read(endpoint: Endpoint, headers: &HeaderMap, body: &[u8]) -> Result<Self, serde_json::Error> {
+        Self::read_as(endpoint, headers, body, |_| None)
+    }
+
+    /// As [`Ask::read`]; `own` gives the own name of a model that is called by an alias.
+    pub fn read_as(
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        body: &[u8],
+        own: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, serde_json::Error> {
         let view: View<'_> = serde_json::from_slice(body)?;
         let mut roller = Roller::new(endpoint.name());
-        let model = text(view.model);
+        let called = text(view.model);
+        let named = called.as_deref().and_then(own);
+        let (model, alias) = if named.is_some() { (named, called) } else { (called, None) };
         if endpoint.generates() {
             roller.feed(model.as_deref().unwrap_or_default().as_bytes());
             let strip = endpoint == Endpoint::Messages;
@@ -144,6 +166,11 @@ impl Ask {
                 .find_map(|raw| raw.get().parse().ok()),
             request_id: text(view.request_id),
             previous: text(view.previous_response_id),
+            alias,
+            spans: Spans {
+                model: view.model.map(|raw| span(body, raw)),
+                stream_options: view.stream_options.map(|raw| span(body, raw)),
+            },
         })
     }
 }
@@ -184,6 +211,12 @@ fn session(headers: &HeaderMap, view: &View<'_>) -> Option<String> {
         .map(|session| session.chars().take(SESSION_CHARS_MAX).collect())
 }
 
+/// Where a span lies in its body.
+fn span(body: &[u8], raw: &RawValue) -> std::ops::Range<usize> {
+    let start = raw.get().as_ptr() as usize - body.as_ptr() as usize;
+    start..start + raw.get().len()
+}
+
 /// The text of a span that is a string; anything else is the engine's to refuse.
 fn text(span: Option<&RawValue>) -> Option<String> {
     serde_json::from_str(span?.get()).ok()
@@ -216,6 +249,7 @@ impl<'de> de::Deserialize<'de> for Name<'de> {
 struct View<'a> {
     model: Option<&'a RawValue>,
     stream: Option<&'a RawValue>,
+    stream_options: Option<&'a RawValue>,
     prompt: Option<&'a RawValue>,
     input: Option<&'a RawValue>,
     instructions: Option<&'a RawValue>,
@@ -238,6 +272,7 @@ impl<'a> View<'a> {
         Some(match name {
             "model" => &mut self.model,
             "stream" => &mut self.stream,
+            "stream_options" => &mut self.stream_options,
             "prompt" => &mut self.prompt,
             "input" => &mut self.input,
             "instructions" => &mut self.instructions,

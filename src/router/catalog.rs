@@ -1,5 +1,7 @@
 //! `/v1/models` over all nodes: the own engine's answer as it is while it names everything, else with the entries
-//! that only another node has at its end.
+//! that only another node has, and the aliases of models that are there, at its end.
+
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use http::Response;
@@ -52,12 +54,13 @@ fn merge(lists: &[Bytes]) -> Bytes {
 }
 
 impl Router {
-    /// Answers `GET /v1/models`.
+    /// Answers `GET /v1/models`. `aliases`: models by the other names that they have here.
     pub async fn catalog(
         &self,
         mut flight: Flight,
         aim: Aim,
         call: &Call,
+        aliases: &BTreeMap<String, String>,
     ) -> Result<Response<Passage>, Refusal> {
         let ask = Ask::bare(Endpoint::Models);
         let own = self.shared.own();
@@ -71,7 +74,8 @@ impl Router {
             })
             .map(|peer| peer.name)
             .collect();
-        if aim != Aim::Near || more.is_empty() || matches!(own.fit, Fit::Unfit(_)) {
+        let plain = more.is_empty() && aliases.is_empty();
+        if aim != Aim::Near || plain || matches!(own.fit, Fit::Unfit(_)) {
             return self.carry(flight, &ask, aim, call).await;
         }
         flight.placed(self.name(), 0, "all nodes are asked what they serve".into());
@@ -86,6 +90,7 @@ impl Router {
             flight.refused(refusal.status());
             return Err(refusal);
         }
+        lists.push(self.named_otherwise(aliases));
         flight.answered(200);
         let headers = self.dress(&flight, header::HeaderMap::new());
         let body = merge(&lists);
@@ -96,6 +101,14 @@ impl Router {
         *response.headers_mut() = headers;
         response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
+    }
+
+    /// A list of the aliases whose model is there.
+    fn named_otherwise(&self, aliases: &BTreeMap<String, String>) -> Bytes {
+        let there = aliases.iter().filter(|(_, model)| self.serves(model));
+        let entry = |(alias, model): (&String, &String)| serde_json::json!({"id": alias, "object": "model", "owned_by": "spark-kv", "root": model});
+        let list = serde_json::json!({"object": "list", "data": there.map(entry).collect::<Vec<_>>()});
+        list.to_string().into()
     }
 
     /// One node's list. A node that does not give one is left out: the others' models are still there.

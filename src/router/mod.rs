@@ -21,6 +21,7 @@ mod policy;
 mod prefix;
 mod refusal;
 mod relay;
+mod splice;
 mod state;
 pub mod tokens;
 mod usage;
@@ -46,6 +47,7 @@ pub use policy::{Candidate, Decision, Fit, MARGIN, place};
 pub use prefix::Mark;
 pub use refusal::Refusal;
 pub use relay::{BOX, Call, Dial, FORWARDED, OWNER, REQUEST_ID, ROUTER_US, Wire, nobody};
+pub use splice::{Alias, Undo, splice};
 pub use state::{Note, Own, Peer};
 pub use usage::Usage;
 
@@ -173,6 +175,11 @@ impl Router {
         self.shared.series.requests.with_label_values(&labels).inc();
     }
 
+    /// Whether an engine is known to serve a model under this very name.
+    pub fn serves(&self, name: &str) -> bool {
+        self.shared.models().is_some_and(|known| known.iter().any(|model| model == name))
+    }
+
     /// Whether somebody serves the model that is asked for.
     pub fn knows(&self, ask: &Ask) -> Result<(), Refusal> {
         let (Some(asked), Some(known)) = (&ask.model, self.shared.models()) else { return Ok(()) };
@@ -207,10 +214,12 @@ impl Router {
                 flight.refused(refusal.status());
                 Err(refusal)
             }
-            Ok(Fetched { answer, held, rest, events }) => {
+            Ok(fetched) => {
+                let Fetched { answer, held, rest, events } = fetched.mended(&call.undo);
                 flight.answered(answer.status.as_u16());
                 let headers = self.dress(&flight, answer.headers);
-                let mut response = Response::new(Passage::new(held, rest, self.idle, events, flight));
+                let undo = call.undo.clone();
+                let mut response = Response::new(Passage::new(held, rest, self.idle, events, undo, flight));
                 (*response.status_mut(), *response.headers_mut()) = (answer.status, headers);
                 Ok(response)
             }
@@ -361,6 +370,24 @@ struct Fetched {
     held: VecDeque<http_body::Frame<bytes::Bytes>>,
     rest: Option<Incoming>,
     events: bool,
+}
+
+impl Fetched {
+    /// A document that is here whole, as the client's own words want it. Of one that is larger than what is held the names
+    /// stay as they are.
+    fn mended(mut self, undo: &Undo) -> Self {
+        if self.events || self.rest.is_some() || undo.is_nothing() {
+            return self;
+        }
+        let data = self.held.iter().filter_map(http_body::Frame::data_ref);
+        let document: bytes::Bytes = data.fold(Vec::new(), |all, part| [&all[..], part].concat()).into();
+        let mended = splice::mend_whole(&document, undo);
+        if self.answer.headers.contains_key(header::CONTENT_LENGTH) {
+            self.answer.headers.insert(header::CONTENT_LENGTH, HeaderValue::from(mended.len()));
+        }
+        self.held = VecDeque::from([http_body::Frame::data(mended)]);
+        self
+    }
 }
 
 /// Whether the other node may do better. Nothing of an answer has been passed on yet.

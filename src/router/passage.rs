@@ -17,6 +17,7 @@ use tokio::time::{Instant, Sleep};
 use super::flight::{End, Flight};
 use super::refusal::Refusal;
 use super::relay::chain;
+use super::splice::{Mender, Undo};
 
 /// The body handed to the client's connection.
 #[derive(Debug)]
@@ -26,6 +27,7 @@ pub struct Passage {
     wait: Wait,
     /// Whether it is a stream of events, which can say in its own words that it broke off.
     events: bool,
+    mender: Mender,
     flight: Flight,
 }
 
@@ -35,9 +37,11 @@ impl Passage {
         rest: Option<Incoming>,
         idle: Duration,
         events: bool,
+        undo: Undo,
         flight: Flight,
     ) -> Self {
-        let mut this = Self { held, rest, wait: Wait::new(idle), events, flight };
+        let mender = Mender::new(if events { undo } else { Undo::default() });
+        let mut this = Self { held, rest, wait: Wait::new(idle), events, mender, flight };
         // A body that is empty is never asked for its frames.
         if this.at_end() {
             this.flight.ended(End::Whole);
@@ -47,18 +51,20 @@ impl Passage {
 
     /// A body of our own making, for an answer that no engine gave.
     pub(super) fn of(bytes: Bytes, flight: Flight) -> Self {
-        Self::new(VecDeque::from([Frame::data(bytes)]), None, Duration::ZERO, false, flight)
+        let held = VecDeque::from([Frame::data(bytes)]);
+        Self::new(held, None, Duration::ZERO, false, Undo::default(), flight)
     }
 
     fn at_end(&self) -> bool {
-        self.held.is_empty() && self.rest.as_ref().is_none_or(Body::is_end_stream)
+        self.held.is_empty() && self.rest.as_ref().is_none_or(Body::is_end_stream) && self.mender.is_empty()
     }
 
-    /// Lets a frame pass.
+    /// Lets a frame pass; what is left of it may be nothing.
     fn pass(&mut self, frame: Frame<Bytes>) -> Frame<Bytes> {
         if let Some(bytes) = frame.data_ref() {
             self.flight.passing(bytes, self.events);
         }
+        let frame = frame.map_data(|bytes| self.mender.push(bytes));
         // A body of known length is not asked again after its last byte.
         if self.at_end() {
             self.flight.ended(End::Whole);
@@ -79,10 +85,17 @@ impl Passage {
         );
         // Other bodies have a length, or a client that waits for one whole document: only a cut connection tells.
         if self.events {
-            Ok(Frame::data(refusal.event(endpoint)))
+            Ok(Frame::data([self.mender.rest(), refusal.event(endpoint)].concat().into()))
         } else {
             Err(std::io::Error::other(refusal.to_string()))
         }
+    }
+}
+
+impl Passage {
+    fn poll_rest(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Refusal>>> {
+        let Some(rest) = &mut self.rest else { return Poll::Ready(None) };
+        self.wait.poll_frame(rest, cx, self.flight.node().unwrap_or_default())
     }
 }
 
@@ -95,19 +108,27 @@ impl Body for Passage {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
         let this = self.get_mut();
-        if let Some(frame) = this.held.pop_front() {
-            return Poll::Ready(Some(Ok(this.pass(frame))));
-        }
-        let Some(rest) = &mut this.rest else { return Poll::Ready(None) };
-        let node = this.flight.node().unwrap_or_default().to_owned();
-        match ready!(this.wait.poll_frame(rest, cx, &node)) {
-            None => {
-                this.rest = None;
-                this.flight.ended(End::Whole);
-                Poll::Ready(None)
+        loop {
+            let next = match this.held.pop_front() {
+                Some(frame) => Some(Ok(frame)),
+                None => ready!(this.poll_rest(cx)),
+            };
+            match next {
+                None => {
+                    this.rest = None;
+                    this.flight.ended(End::Whole);
+                    let left = this.mender.rest();
+                    return Poll::Ready((!left.is_empty()).then_some(Ok(Frame::data(left))));
+                }
+                Some(Ok(frame)) => {
+                    let frame = this.pass(frame);
+                    // The mender waits for the rest of an event, or has left one out.
+                    if !frame.data_ref().is_some_and(Bytes::is_empty) {
+                        return Poll::Ready(Some(Ok(frame)));
+                    }
+                }
+                Some(Err(refusal)) => return Poll::Ready(Some(this.broken(&refusal))),
             }
-            Some(Ok(frame)) => Poll::Ready(Some(Ok(this.pass(frame)))),
-            Some(Err(refusal)) => Poll::Ready(Some(this.broken(&refusal))),
         }
     }
 

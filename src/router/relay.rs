@@ -24,6 +24,8 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
+use super::splice::Undo;
+
 /// A connection to another node, whatever carries it.
 pub trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
@@ -78,6 +80,8 @@ pub struct Call {
     pub target: PathAndQuery,
     pub headers: HeaderMap,
     pub body: Bytes,
+    /// What was changed in the body that the answer would show.
+    pub undo: Undo,
 }
 
 /// Where a call goes.
@@ -288,7 +292,13 @@ mod tests {
             map.append(*name, HeaderValue::from_static(value));
         }
         let target = PathAndQuery::from_static("/v1/x?a=%20b&&c");
-        Call { method: Method::POST, target, headers: map, body: Bytes::from_static(b"{}") }
+        Call {
+            method: Method::POST,
+            target,
+            headers: map,
+            body: Bytes::from_static(b"{}"),
+            undo: Undo::default(),
+        }
     }
 
     #[test]

@@ -27,13 +27,33 @@ pub(super) fn impossible(settings: &Settings) -> Vec<Finding> {
     engine(settings, &mut found);
     store(settings, &mut found);
     cluster(settings, &mut found);
-    if settings.router.idle_timeout_s == 0 {
-        found.push(("router.idle_timeout_s", "must be at least 1".into()));
-    }
+    router(settings, &mut found);
     if let Err(why) = tracing_subscriber::EnvFilter::try_new(&settings.log.level) {
         found.push(("log.level", format!("not a filter such as `info` or `info,spark_kv=debug`: {why}")));
     }
     found
+}
+
+/// Aliases are looked up with every request and told with every list of models.
+const ALIASES_MAX: usize = 64;
+
+fn router(settings: &Settings, found: &mut Vec<Finding>) {
+    let router = &settings.router;
+    if router.idle_timeout_s == 0 {
+        found.push(("router.idle_timeout_s", "must be at least 1".into()));
+    }
+    if router.aliases.len() > ALIASES_MAX {
+        found.push(("router.aliases", format!("at most {ALIASES_MAX} names, not {}", router.aliases.len())));
+    }
+    for (alias, model) in &router.aliases {
+        let why = match () {
+            () if alias.trim().is_empty() || model.trim().is_empty() => "a name is empty",
+            () if alias == model => "it stands for itself",
+            () if router.aliases.contains_key(model) => "it stands for another alias: name the model",
+            () => continue,
+        };
+        found.push(("router.aliases", format!("`{alias}` = `{model}`: {why}")));
+    }
 }
 
 /// What is missing to start a node.

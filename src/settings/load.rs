@@ -26,8 +26,12 @@ const JOIN: (&str, &str) = ("SPARK_KV_JOIN", "cluster.join");
 /// Keys whose value is a path; a relative one is meant from where it was written down.
 const PATHS: [&str; 4] = ["node.root", "listen.api_keys_file", "engine.venv", "engine.model"];
 
-/// The one table whose keys are free.
-const FREE: &str = "engine.env";
+/// Tables whose keys are free.
+const FREE: [&str; 2] = ["engine.env", "router.aliases"];
+
+fn is_free(key: &str) -> bool {
+    FREE.contains(&key)
+}
 
 /// Settings files are a few kilobytes.
 const FILE_MAX: u64 = 1 << 20;
@@ -366,7 +370,7 @@ impl Schema {
             let Value::Table(inner) = inner else { continue };
             for (name, value) in inner {
                 let key = format!("{section}.{name}");
-                if key != FREE {
+                if !is_free(&key) {
                     leaves.push(Leaf { key, value: value.clone(), origin: Origin::Default });
                 }
             }
@@ -380,8 +384,8 @@ impl Schema {
         let (section, name, rest) = (parts.next()?, parts.next()?, parts.next());
         let default = self.tree.get(section)?.get(name)?;
         match rest {
-            None if format!("{section}.{name}") != FREE => Some(default.clone()),
-            Some(free) if !free.is_empty() && format!("{section}.{name}") == FREE => {
+            None if !is_free(&format!("{section}.{name}")) => Some(default.clone()),
+            Some(free) if !free.is_empty() && is_free(&format!("{section}.{name}")) => {
                 Some(Value::String(String::new()))
             }
             _ => None,
@@ -391,8 +395,8 @@ impl Schema {
     fn unknown(&self, key: &str, origin: Origin) -> Problem {
         let hint = if self.tree.contains_key(key) {
             format!("it is a section; its settings are written as `{key}.…`")
-        } else if key == FREE {
-            "it is a table; write `engine.env.NAME`".to_owned()
+        } else if is_free(key) {
+            format!("it is a table; write `{key}.NAME`")
         } else {
             match self.nearest(key) {
                 Some(near) => format!("did you mean `{near}`?"),
@@ -451,11 +455,11 @@ impl Schema {
                 let origin = named(line(name.span().start));
                 let key = format!("{section}.{}", name.into_inner());
                 match value.get_ref() {
-                    DeValue::Table(_) if key == FREE => {
+                    DeValue::Table(_) if is_free(&key) => {
                         let DeValue::Table(free) = value.into_inner() else { continue };
                         for (name, value) in free {
                             let origin = named(line(name.span().start));
-                            let key = format!("{FREE}.{}", name.into_inner());
+                            let key = format!("{key}.{}", name.into_inner());
                             self.take(key, origin, value, leaves, problems);
                         }
                     }

@@ -189,6 +189,9 @@ pub struct Router {
     pub idle_timeout_s: u32,
     /// Send requests to the other node when that looks better. False: every request stays where it came in.
     pub share: bool,
+    /// Other names for models: `fast = "nano"` serves `nano` to who asks for `fast`. The answer has the name that was
+    /// asked for. A name that an engine itself serves wins.
+    pub aliases: BTreeMap<String, String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -293,7 +296,7 @@ impl Cluster {
 
 impl Default for Router {
     fn default() -> Self {
-        Self { idle_timeout_s: 600, share: true }
+        Self { idle_timeout_s: 600, share: true, aliases: BTreeMap::new() }
     }
 }
 
