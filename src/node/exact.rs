@@ -15,12 +15,14 @@ use prometheus::{Histogram, IntCounter, IntCounterVec, IntGauge};
 use tokio::sync::mpsc;
 
 use super::Parts;
+use crate::base::block::RowKey;
 use crate::base::clock::Micros;
 use crate::base::fault::{Code, Fault};
+use crate::base::table::{Holder, Probe as Table};
 use crate::engine::{View, probe};
 use crate::meter::Meter;
 use crate::observe::state::TokensState;
-use crate::router::chain::{Chain, Coverage};
+use crate::router::chain::{Chain, NODES_MAX, Reach};
 use crate::router::tokens::{Now, Options, Prompt, Proof, Speaker, Trust, Unsure, difference, probes};
 use crate::router::{Endpoint, Foresee, Foreseen, Outcome, Slot};
 use crate::tasks::Kind;
@@ -92,7 +94,7 @@ impl Series {
             ),
             foreseen: meter.counter(
                 "tokens_foreseen_cached_total",
-                "Prompt tokens that drive and peer were foreseen to bring, of requests whose engine said how many it had",
+                "Prompt tokens that were foreseen to be there, of requests whose engine said how many it had",
             ),
             cached: meter.counter(
                 "tokens_cached_total",
@@ -144,8 +146,9 @@ impl Exact {
             return;
         }
         self.series.checks.with_label_values(&["length"]).inc();
-        if let (Some(coverage), Some(cached)) = (foreseen.coverage, usage.cached_tokens) {
-            self.series.foreseen.inc_by(coverage.usable.into());
+        let reach = outcome.node.as_deref().and_then(|node| foreseen.reach(node));
+        if let (Some(reach), Some(cached)) = (reach, usage.cached_tokens) {
+            self.series.foreseen.inc_by(reach.all.into());
             self.series.cached.inc_by(cached);
         }
     }
@@ -264,24 +267,21 @@ impl Seat {
         self.served += 1;
         let sampled = self.served.is_multiple_of(SAMPLE);
         let (endpoint, body) = (job.endpoint, job.body.clone());
-        let held = parts.door.engine().zip(parts.door.holders());
+        let held = Held::of(parts);
         let work = move || {
             let prompt = speaker.prompt(endpoint, &body);
             let question = if sampled { speaker.question(endpoint, &body).ok() } else { None };
-            let coverage = prompt.as_ref().ok().zip(held).and_then(|(prompt, (engine, holders))| {
-                let chain = Chain::of(&engine.hello).ok()?;
-                Some(chain.coverage(&prompt.ids, &prompt.extra, |key| holders.holders(key)))
-            });
-            (speaker, prompt, question, coverage)
+            let reaches = prompt.as_ref().ok().zip(held).map(|(prompt, held)| held.reaches(prompt));
+            (speaker, prompt, question, reaches.unwrap_or_default())
         };
         // A panic takes the speaker with it: what made it panic would do so again.
-        let Ok((speaker, prompt, question, coverage)) = tokio::task::spawn_blocking(work).await else {
+        let Ok((speaker, prompt, question, reaches)) = tokio::task::spawn_blocking(work).await else {
             parts.exact.stands(Trust::Absent("making a prompt's tokens ended in a panic".into()));
             let _ = job.slot.set(Err("it ended in a panic".into()));
             return;
         };
         self.speaker = Some(speaker);
-        let known = foreseen(parts, &job, &prompt, coverage);
+        let known = foreseen(parts, &job, &prompt, reaches);
         if let (Ok(prompt), Some(question)) = (prompt, question) {
             self.check(parts, prompt.ids, question);
         }
@@ -303,11 +303,44 @@ impl Seat {
     }
 }
 
+/// Who holds what, as the engine at the door hashes it.
+struct Held {
+    chain: Chain,
+    table: Arc<Table>,
+    /// This node first.
+    names: Vec<String>,
+}
+
+impl Held {
+    /// None: no engine sits at the door, or its chain cannot be followed.
+    fn of(parts: &Parts) -> Option<Self> {
+        let (engine, table) = parts.door.engine().zip(parts.door.holders())?;
+        let chain = Chain::of(&engine.hello).ok()?;
+        let mut names = vec![parts.settings.node.name.clone()];
+        names.extend(parts.cluster.members().into_iter().map(|member| member.name));
+        names.truncate(NODES_MAX);
+        Some(Self { chain, table, names })
+    }
+
+    fn reaches(self, prompt: &Prompt) -> Vec<(String, Reach)> {
+        let hashes = self.chain.hashes(&prompt.ids, &prompt.extra);
+        let others = (1_u64 << self.names.len()) - 2;
+        // The table says "one of the others" without saying which.
+        let holders = |key: &RowKey| {
+            let bits = self.table.holders(key);
+            let drive = bits & Holder::Drive as u64;
+            drive | if bits & Holder::Peer as u64 == 0 { 0 } else { others }
+        };
+        let reaches = self.chain.reaches(prompt.ids.len(), hashes, self.names.len(), holders);
+        self.names.into_iter().zip(reaches).collect()
+    }
+}
+
 fn foreseen(
     parts: &Parts,
     job: &Job,
     prompt: &Result<Prompt, Unsure>,
-    coverage: Option<Coverage>,
+    reaches: Vec<(String, Reach)>,
 ) -> Result<Foreseen, String> {
     let series = &parts.exact.series;
     match prompt {
@@ -323,7 +356,7 @@ fn foreseen(
             let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
             Ok(Foreseen {
                 tokens: count(prompt.ids.len()),
-                coverage,
+                reaches,
                 fresh_bytes: count(prompt.fresh_bytes),
                 took,
             })

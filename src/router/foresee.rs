@@ -9,18 +9,25 @@ use bytes::Bytes;
 use serde::Serialize;
 
 use super::ask::Endpoint;
-use super::chain::Coverage;
+use super::chain::Reach;
 
 /// A prompt's exact tokens and what is there of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Foreseen {
     pub tokens: u32,
-    /// By the lookup table of the engine's door. None: no engine sits there.
-    pub coverage: Option<Coverage>,
+    /// What each node can take of it, this node first. Empty: no engine sits at the door, and nobody knows.
+    pub reaches: Vec<(String, Reach)>,
     /// Bytes of the prompt that were not seen before.
     pub fresh_bytes: u32,
     /// What finding it out took.
     pub took: Duration,
+}
+
+impl Foreseen {
+    /// What `node` can take of it.
+    pub fn reach(&self, node: &str) -> Option<Reach> {
+        self.reaches.iter().find(|(name, _)| name == node).map(|(_, reach)| *reach)
+    }
 }
 
 /// Filled when it is known, or with why it is not.

@@ -38,7 +38,7 @@ use crate::base::clock::Clock;
 use crate::meter::Meter;
 
 pub use ask::{Ask, Endpoint};
-pub use chain::Coverage;
+pub use chain::Reach;
 pub use flight::{End, Flight, HUNG_UP, Outcome};
 pub use foresee::{Foresee, Foreseen, Slot};
 pub use passage::Passage;
