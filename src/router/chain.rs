@@ -28,7 +28,7 @@ pub struct Reach {
 pub const NODES_MAX: usize = 8;
 
 /// What goes into the hash beside tokens: prompts that differ in it share nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Extra {
     /// `cache_salt` of the request. In the first block, and so in all.
     pub salt: Option<String>,
