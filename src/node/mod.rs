@@ -186,8 +186,8 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     )
     .await?;
     let (judge, judged) = tokio::sync::watch::channel(gate::Judged::default());
-    let (exact, prompts) = exact::Exact::new(&meter);
-    router.foresee_with(exact.foresee(&clock));
+    let (exact, checks) = exact::Exact::new(&meter, &clock, &tasks, settings.engine.prefill_tokens_per_s);
+    router.foresee_with(exact.foresee());
     let parts = Parts {
         exact,
         needs_key: keys.required(),
@@ -217,7 +217,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     let desk = desk.with_rails(Arc::new(move |transfer| rails::report(asked.clone(), transfer).boxed()));
     let orders =
         desk.routes(&local_key).merge(members::Members::new(parts.cluster.clone()).routes(&local_key));
-    tasks.spawn(Kind::Owner, "tokens", exact::run(parts.clone(), prompts));
+    tasks.spawn(Kind::Owner, "tokens", exact::run(parts.clone(), checks));
     serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await

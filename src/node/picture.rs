@@ -131,6 +131,7 @@ fn entry(outcome: router::Outcome) -> Request {
         Some(Err(why)) => (None, Some(why)),
         None => (None, None),
     };
+    let reach = foreseen.as_ref().and_then(|foreseen| foreseen.reach(outcome.node.as_deref()?));
     Request {
         id: outcome.id,
         endpoint: outcome.endpoint.name().to_owned(),
@@ -146,8 +147,8 @@ fn entry(outcome: router::Outcome) -> Request {
         completion_tokens: tokens(usage.completion_tokens),
         broken: outcome.end == router::End::Broken,
         why: outcome.why,
-        foreseen_tokens: foreseen.map(|foreseen| foreseen.tokens),
-        foreseen_cached: foreseen.and_then(|foreseen| foreseen.coverage).map(|coverage| coverage.usable),
+        foreseen_tokens: foreseen.as_ref().map(|foreseen| foreseen.tokens),
+        foreseen_cached: reach.map(|reach| reach.all),
         unforeseen,
         sources: None,
     }

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use serde::Serialize;
 
 use super::ask::{Ask, Endpoint};
-use super::foresee::{Foreseen, Slot};
+use super::foresee::{Foreseen, Known, Looking};
 use super::prefix::{self, Mark};
 use super::refusal::Refusal;
 use super::state::Shared;
@@ -82,7 +82,7 @@ pub struct Flight {
     /// The owner is known to whoever asks about the engine's id.
     entered: bool,
     tail: Tail,
-    slot: Option<Slot>,
+    looking: Option<Looking>,
     done: bool,
     out: Outcome,
 }
@@ -106,7 +106,7 @@ impl Flight {
             owner: None,
             entered: false,
             tail: Tail::default(),
-            slot: None,
+            looking: None,
             done: false,
             out: Outcome {
                 engine_id: endpoint.engine_id(&id),
@@ -183,13 +183,24 @@ impl Flight {
         }
     }
 
-    /// What its prompt holds is found out meanwhile.
-    pub(super) fn foreseen(&mut self, body: &Bytes) {
+    /// What its prompt holds is found out from now on.
+    pub(super) fn look_ahead(&mut self, body: &Bytes) {
         if self.out.endpoint.generates()
             && let Some(foresee) = self.shared.foresee.get()
         {
-            self.slot = (foresee.0)(self.out.endpoint, body);
+            self.looking = (foresee.0)(self.out.endpoint, body);
         }
+    }
+
+    /// What is known of its prompt, waited for as long as that is worth it.
+    pub(super) async fn foreseen(&self) -> Option<&Foreseen> {
+        let Looking { slot, patience } = self.looking.as_ref()?;
+        slot.wait(*patience).await?.as_ref().ok()
+    }
+
+    /// What is known of its prompt by now.
+    pub fn known(&self) -> Option<&Known> {
+        self.looking.as_ref()?.slot.get()
     }
 
     /// It goes to `node`, leaving the one before, if any.
@@ -269,7 +280,7 @@ impl Drop for Flight {
         }
         self.out.duration = self.shared.clock.now().since(self.begin);
         self.out.usage = self.tail.usage();
-        self.out.foreseen = self.slot.as_ref().and_then(|slot| slot.get().cloned());
+        self.out.foreseen = self.known().cloned();
         self.shared.leave(&self.out, self.added);
     }
 }

@@ -1,8 +1,8 @@
 //! Judgement: which node serves a request, and the way there and back.
 //!
 //! `ask` reads what a request asks for, `prefix` remembers what each node computed, `policy` decides: all three
-//! are pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them; `foresee` lets that
-//! happen beside a request. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
+//! are pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them; `foresee` waits
+//! for that before a request is placed. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
 //! `state` holds what they share.
 //!
 //! Promises: bytes pass unchanged both ways. A client that goes away ends the work upstream at once. A request is
@@ -39,9 +39,9 @@ use crate::base::clock::Clock;
 use crate::meter::Meter;
 
 pub use ask::{Ask, Endpoint};
-pub use chain::Coverage;
+pub use chain::Reach;
 pub use flight::{End, Flight, HUNG_UP, Outcome};
-pub use foresee::{Foresee, Foreseen, Slot};
+pub use foresee::{Foresee, Foreseen, Known, Looking, Slot};
 pub use passage::Passage;
 pub use policy::{Candidate, Decision, Fit, MARGIN, place};
 pub use prefix::Mark;
@@ -208,7 +208,11 @@ impl Router {
         call: &Call,
     ) -> Result<Response<Passage>, Refusal> {
         flight.asked(ask);
-        flight.foreseen(&call.body);
+        flight.look_ahead(&call.body);
+        // Where it goes is settled for the others: what is found out is only written down.
+        if matches!(aim, Aim::Best) {
+            let _ = flight.foreseen().await;
+        }
         match Box::pin(self.fetch(&mut flight, ask, &aim, call)).await {
             Err(refusal) => {
                 flight.refused(refusal.status());

@@ -12,28 +12,31 @@
 //!
 //! Pieces are compared as text, not by a hash of it: ids may one day be sent to the engine in place of the text.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use aho_corasick::{AhoCorasick, AhoCorasickBuilder, MatchKind};
-use hashbrown::HashMap;
+use parking_lot::Mutex;
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::Unsure;
+use super::recent::Recent;
 
 /// What an entry costs beside its text and its ids.
-const ENTRY: usize = 96;
+const ENTRY: usize = 128;
 
-/// A tokenizer and the pieces it has seen.
+/// A tokenizer and the pieces it has seen. Several threads may ask at once: what is known is looked up in a moment,
+/// and what is not is tokenised outside of the lock.
 pub struct Pieces {
     tokenizer: Tokenizer,
     cuts: Option<Cuts>,
     around: Around,
-    seen: Seen,
+    seen: Mutex<Seen>,
 }
 
 impl std::fmt::Debug for Pieces {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Pieces({} bytes seen)", self.seen.bytes())
+        write!(f, "Pieces({} bytes seen)", self.bytes())
     }
 }
 
@@ -57,6 +60,25 @@ pub struct Ids {
     pub ids: Vec<u32>,
     /// Bytes that the tokenizer had to look at.
     pub fresh_bytes: usize,
+    /// The text's pieces from its beginning, as far as each is remembered.
+    pub steps: Vec<Step>,
+}
+
+/// A piece of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Stands for its text, as long as that is remembered; never used twice.
+    pub piece: u64,
+    /// Ids of the prompt up to its end.
+    pub end: usize,
+}
+
+/// A text in pieces, and which of them are known.
+#[derive(Debug)]
+pub struct Looked {
+    pieces: Vec<(Range<usize>, Option<Piece>)>,
+    /// Bytes that are not known.
+    pub fresh_bytes: usize,
 }
 
 impl Pieces {
@@ -67,21 +89,52 @@ impl Pieces {
         let tokens: Vec<AddedToken> = tokenizer.get_added_tokens_decoder().into_values().collect();
         let cuts = Cuts::of(&tokens);
         let around = Around::of(&tokenizer)?;
-        Ok(Self { tokenizer, cuts, around, seen: Seen::new(bound) })
+        let seen = Mutex::new(Seen { table: Recent::new(bound), made: 0 });
+        Ok(Self { tokenizer, cuts, around, seen })
     }
 
-    /// The ids of `text`; with `special` those around it too, as a prompt given as text gets them.
-    pub fn ids(&mut self, text: &str, special: bool) -> Result<Ids, Unsure> {
-        let mut out = Ids::default();
+    /// Cuts `text` and says what of it is known.
+    pub fn look(&self, text: &str) -> Looked {
+        let ends = self.cuts.as_ref().map_or_else(Vec::new, |cuts| cuts.of_text(text));
+        let mut looked = Looked { pieces: Vec::with_capacity(ends.len() + 1), fresh_bytes: 0 };
+        let mut from = 0;
+        let mut seen = self.seen.lock();
+        for end in ends.into_iter().chain([text.len()]) {
+            if end > from {
+                let piece = seen.table.get(&text[from..end]).filter(|_| self.shared(text, from));
+                looked.fresh_bytes += if piece.is_none() { end - from } else { 0 };
+                looked.pieces.push((from..end, piece));
+                from = end;
+            }
+        }
+        looked
+    }
+
+    /// The ids of `text`, of which `looked` was said; with `special` those around it too, as a prompt given as text
+    /// gets them.
+    pub fn ids(&self, text: &str, looked: Looked, special: bool) -> Result<Ids, Unsure> {
+        let known = |piece: &Option<Piece>| piece.as_ref().map_or(0, |piece| piece.ids.len());
+        let count: usize = looked.pieces.iter().map(|(_, piece)| known(piece)).sum();
+        let mut out = Ids { fresh_bytes: looked.fresh_bytes, ..Ids::default() };
+        out.ids.reserve(count + looked.fresh_bytes / 2 + 16);
+        out.steps.reserve(looked.pieces.len());
         if special {
             out.ids.extend(&self.around.before);
         }
-        let ends = self.cuts.as_ref().map_or_else(Vec::new, |cuts| cuts.of_text(text));
-        let mut from = 0;
-        for end in ends.into_iter().chain([text.len()]) {
-            if end > from {
-                self.piece(&text[from..end], from == 0, &mut out)?;
-                from = end;
+        let mut without_gap = true;
+        for (range, piece) in looked.pieces {
+            let piece = match piece {
+                Some(piece) => Some(piece),
+                None => self.fresh(text, range, &mut out.ids)?,
+            };
+            match piece {
+                Some(Piece { number, ids }) => {
+                    out.ids.extend_from_slice(&ids);
+                    if without_gap {
+                        out.steps.push(Step { piece: number, end: out.ids.len() });
+                    }
+                }
+                None => without_gap = false,
             }
         }
         if special {
@@ -92,23 +145,27 @@ impl Pieces {
 
     /// Bytes that seen pieces take.
     pub fn bytes(&self) -> usize {
-        self.seen.bytes()
+        self.seen.lock().table.bytes()
     }
 
-    fn piece(&mut self, piece: &str, first: bool, out: &mut Ids) -> Result<(), Unsure> {
-        // The beginning of a text may be treated in its own way, unless it is a cut itself.
-        let shared = !first || self.cuts.as_ref().is_some_and(|cuts| cuts.begins(piece));
-        if shared && let Some(ids) = self.seen.get(piece) {
-            out.ids.extend_from_slice(&ids);
-            return Ok(());
+    /// Tokenises a piece and keeps it. None: it cannot be kept, and its ids stand in `out` already.
+    fn fresh(&self, text: &str, range: Range<usize>, out: &mut Vec<u32>) -> Result<Option<Piece>, Unsure> {
+        let piece = &text[range.clone()];
+        let ids: Arc<[u32]> = encode(&self.tokenizer, piece, false)?.into();
+        let kept = match self.shared(text, range.start) {
+            true => self.seen.lock().keep(piece, &ids),
+            false => None,
+        };
+        if kept.is_none() {
+            out.extend_from_slice(&ids);
         }
-        let ids = encode(&self.tokenizer, piece, false)?;
-        out.fresh_bytes += piece.len();
-        out.ids.extend_from_slice(&ids);
-        if shared {
-            self.seen.put(piece, ids.into());
-        }
-        Ok(())
+        Ok(kept)
+    }
+
+    /// Whether the piece that begins at `from` has the ids that its text has anywhere. The beginning of a text may be
+    /// treated in its own way, unless it is a cut itself.
+    fn shared(&self, text: &str, from: usize) -> bool {
+        from > 0 || self.cuts.as_ref().is_some_and(|cuts| cuts.begins(text))
     }
 }
 
@@ -160,53 +217,22 @@ impl Around {
     }
 }
 
-/// Pieces in two generations: one that fills and one that was full. A piece that is asked for again moves to the
-/// young one; when that is full the old one goes. Bounded by bytes; finding and keeping cost the same at any size.
+#[derive(Clone, Debug)]
+struct Piece {
+    number: u64,
+    ids: Arc<[u32]>,
+}
+
+/// What was seen.
 struct Seen {
-    /// For both generations.
-    bound: usize,
-    young: HashMap<Box<str>, Arc<[u32]>>,
-    young_bytes: usize,
-    old: HashMap<Box<str>, Arc<[u32]>>,
-    old_bytes: usize,
+    table: Recent<Box<str>, Piece>,
+    made: u64,
 }
 
 impl Seen {
-    fn new(bound: usize) -> Self {
-        Self { bound, young: HashMap::new(), young_bytes: 0, old: HashMap::new(), old_bytes: 0 }
+    fn keep(&mut self, piece: &str, ids: &Arc<[u32]>) -> Option<Piece> {
+        self.made += 1;
+        let new = Piece { number: self.made, ids: Arc::clone(ids) };
+        self.table.put(piece.into(), new, piece.len() + size_of_val(&**ids) + ENTRY)
     }
-
-    fn bytes(&self) -> usize {
-        self.young_bytes + self.old_bytes
-    }
-
-    fn get(&mut self, piece: &str) -> Option<Arc<[u32]>> {
-        if let Some(ids) = self.young.get(piece) {
-            return Some(Arc::clone(ids));
-        }
-        let (text, ids) = self.old.remove_entry(piece)?;
-        self.old_bytes -= cost(&text, &ids);
-        self.keep(text, Arc::clone(&ids));
-        Some(ids)
-    }
-
-    fn put(&mut self, piece: &str, ids: Arc<[u32]>) {
-        if cost(piece, &ids) <= self.bound / 4 {
-            self.keep(piece.into(), ids);
-        }
-    }
-
-    fn keep(&mut self, text: Box<str>, ids: Arc<[u32]>) {
-        let cost = cost(&text, &ids);
-        if self.young_bytes + cost > self.bound / 2 {
-            self.old = std::mem::take(&mut self.young);
-            self.old_bytes = std::mem::take(&mut self.young_bytes);
-        }
-        self.young_bytes += cost;
-        self.young.insert(text, ids);
-    }
-}
-
-fn cost(text: &str, ids: &[u32]) -> usize {
-    text.len() + size_of_val(ids) + ENTRY
 }

@@ -72,6 +72,10 @@ fn environment(source: String, functions: Option<Now>) -> Result<Environment<'st
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     env.set_fuel(Some(FUEL));
     env.set_formatter(|out, _, value| {
+        // Nearly all that is printed is text: it needs no copy on its way.
+        if let Some(text) = value.as_str() {
+            return out.write_str(text).map_err(Error::from);
+        }
         let text = json::shown(value).map_err(invalid)?;
         out.write_str(&text).map_err(Error::from)
     });

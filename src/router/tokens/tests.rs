@@ -6,8 +6,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use tokenizers::Tokenizer;
 
-use super::pieces::Pieces;
 use super::*;
+use crate::base::block::{BlockHash, DEFAULT_HASH_SEED};
+use crate::base::geometry::{Group, GroupKind, Hello};
 
 fn fixtures() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokens")
@@ -39,6 +40,10 @@ fn whole(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     tokenizer.encode_fast(text, false).unwrap().get_ids().to_vec()
 }
 
+fn ids(pieces: &Pieces, text: &str) -> Ids {
+    pieces.ids(text, pieces.look(text), false).unwrap()
+}
+
 /// What conversations are made of, and what could mislead a cutter.
 fn fragment() -> impl Strategy<Value = String> {
     prop_oneof![
@@ -66,11 +71,11 @@ proptest! {
         bound in prop_oneof![Just(0_usize), Just(2_000), Just(1_000_000)],
     ) {
         let reference = tokenizer();
-        let mut pieces = Pieces::new(tokenizer(), bound).unwrap();
+        let pieces = Pieces::new(tokenizer(), bound).unwrap();
         let mut session: Vec<String> = Vec::new();
-        let mut check = |session: &[String]| {
+        let check = |session: &[String]| {
             let text = session.concat();
-            let got = pieces.ids(&text, false).unwrap();
+            let got = ids(&pieces, &text);
             prop_assert_eq!(&got.ids, &whole(&reference, &text), "{:?}", text);
             prop_assert!(pieces.bytes() <= bound);
             Ok(())
@@ -94,26 +99,70 @@ proptest! {
 
 #[test]
 fn a_growing_session_pays_for_its_tail() {
-    let mut pieces = Pieces::new(tokenizer(), 1 << 20).unwrap();
+    let pieces = Pieces::new(tokenizer(), 1 << 20).unwrap();
     let turn = |n: usize| format!("<|im_start|>user\nturn {n} {}<|im_end|>\n", "word ".repeat(200));
     let mut text = String::new();
     for n in 0..20 {
         text += &turn(n);
         let asked = format!("{text}<|im_start|>assistant\n");
-        let fresh = pieces.ids(&asked, false).unwrap().fresh_bytes;
+        let fresh = ids(&pieces, &asked).fresh_bytes;
         let tail = turn(n).len() + "<|im_start|>assistant\n".len();
         assert!(fresh <= tail, "turn {n}: {fresh} of {} bytes", asked.len());
-        assert_eq!(pieces.ids(&asked, false).unwrap().fresh_bytes, 0, "the same again costs nothing");
+        assert_eq!(ids(&pieces, &asked).fresh_bytes, 0, "the same again costs nothing");
     }
+}
+
+proptest! {
+    /// Whatever was seen before, each node reaches as far as it does by hashes made anew; and what a session had when
+    /// it grew is not hashed again.
+    #[test]
+    fn hashes_that_are_remembered_are_those_made_anew(
+        turns in proptest::collection::vec((any::<bool>(), "[a-z]{0,60}", 0_usize..4, any::<u64>()), 1..12),
+        bound in prop_oneof![Just(4_000_usize), Just(1_000_000)],
+    ) {
+        let options = Options { model: fixtures().join("chatml"), ..Options::default() };
+        let speaker = Speaker::load(options, bound, no_time()).unwrap();
+        let chain = Chain::of(&hello(4)).unwrap();
+        let mut messages: Vec<serde_json::Value> = Vec::new();
+        let mut before: Vec<Step> = Vec::new();
+        for (user, text, back, seed) in turns {
+            messages.truncate(messages.len().saturating_sub(back));
+            messages.push(serde_json::json!({"role": if user { "user" } else { "assistant" }, "content": text}));
+            let salt = if seed % 5 == 0 { "other" } else { "same" };
+            let body = serde_json::json!({"messages": messages, "cache_salt": salt}).to_string();
+            let prompt = speaker.prompt(Endpoint::Chat, body.as_bytes()).unwrap();
+            let anew: Vec<BlockHash> = chain.hashes(&prompt.ids, &prompt.extra).collect();
+            let known = speaker.trail.lock().known(&chain, &prompt).hashes;
+            prop_assert_eq!(&known, &anew[..known.len()]);
+            if bound > 4_000 && back == 0 && !before.is_empty() && salt == "same" {
+                // All pieces but the one that asked for an answer and the last are there as they were.
+                let shared = prompt.steps.iter().zip(&before).take_while(|(a, b)| a == b).last();
+                prop_assert!(known.len() >= shared.map_or(0, |(step, _)| step.end / 4), "{} known", known.len());
+            }
+            // Everything is held but now and then a hash.
+            let holders = |key: &RowKey| if u64::from(key.hash.0[0]) == seed % 256 { 0 } else { 1 | 2 << 32 };
+            let plain = chain.reaches(prompt.ids.len(), anew.iter().copied(), 2, holders);
+            prop_assert_eq!(speaker.reaches(&prompt, &chain, 2, holders), plain);
+            // All of it is held: every hash was made.
+            speaker.reaches(&prompt, &chain, 2, |_| 1);
+            prop_assert!(speaker.bytes() <= bound);
+            before = if salt == "same" { prompt.steps } else { Vec::new() };
+        }
+    }
+}
+
+fn hello(unit: u32) -> Hello {
+    let group = Group { kind: GroupKind::FullAttention, tokens_per_row: unit, covered: vec![(0, 4096)] };
+    Hello { hash_unit: unit, hash_seed: DEFAULT_HASH_SEED.into(), ..Hello::of_rows(8, 4096, vec![group]) }
 }
 
 #[test]
 fn a_tokenizer_with_whole_word_tokens_is_not_cut() {
     let mut odd = tokenizer();
     odd.add_special_tokens([tokenizers::AddedToken::from("word", true).single_word(true)]).unwrap();
-    let mut pieces = Pieces::new(odd.clone(), 1 << 20).unwrap();
+    let pieces = Pieces::new(odd.clone(), 1 << 20).unwrap();
     for text in ["word<|end|>word", "aword<|end|>", "word <|end|>b"] {
-        assert_eq!(pieces.ids(text, false).unwrap().ids, whole(&odd, text), "{text}");
+        assert_eq!(ids(&pieces, text).ids, whole(&odd, text), "{text}");
     }
 }
 
@@ -128,7 +177,7 @@ fn ids_are_those_of_the_engine() {
         let expected: Vec<Option<Vec<u32>>> = serde_json::from_slice(&expected).unwrap();
         let probes = probes::all("m");
         assert_eq!(expected.len(), probes.len(), "{}", folder.display());
-        let mut speaker = speaker(&folder);
+        let speaker = speaker(&folder);
         // Twice: what was seen must not change what comes out.
         for round in 0..2 {
             for ((endpoint, body), expected) in probes.iter().zip(&expected) {
@@ -159,7 +208,7 @@ fn speaker(folder: &std::path::Path) -> Speaker {
 
 #[test]
 fn what_is_not_followed_is_said_with_its_reason() {
-    let mut speaker = speaker(&fixtures().join("chatml"));
+    let speaker = speaker(&fixtures().join("chatml"));
     for (endpoint, body, part) in [
         (
             Endpoint::Chat,
@@ -200,7 +249,7 @@ fn what_is_not_followed_is_said_with_its_reason() {
 
 #[test]
 fn ids_that_come_as_ids_stay_and_the_salt_is_kept() {
-    let mut speaker = speaker(&fixtures().join("chatml"));
+    let speaker = speaker(&fixtures().join("chatml"));
     let prompt = speaker.prompt(Endpoint::Completions, br#"{"prompt":[5,6,7],"cache_salt":"s"}"#).unwrap();
     assert_eq!((prompt.ids, prompt.extra.salt.as_deref()), (vec![5, 6, 7], Some("s")));
     let nested = speaker.prompt(Endpoint::Completions, br#"{"prompt":[[5,6,7]]}"#).unwrap();
@@ -210,7 +259,7 @@ fn ids_that_come_as_ids_stay_and_the_salt_is_kept() {
 proptest! {
     #[test]
     fn no_body_makes_it_panic(body: Vec<u8>, text in "\\PC{0,60}") {
-        let mut speaker = speaker(&fixtures().join("chatml"));
+        let speaker = speaker(&fixtures().join("chatml"));
         let _ = speaker.prompt(Endpoint::Chat, &body);
         let body = serde_json::json!({"messages": [{"role": "user", "content": text}], "tools": [text]});
         let _ = speaker.prompt(Endpoint::Messages, body.to_string().as_bytes());
