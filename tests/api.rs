@@ -23,6 +23,7 @@ use spark_kv::meter::Meter;
 use spark_kv::router::{
     Dial, End, Endpoint, Fit, HUNG_UP, Note, Options, Outcome, Own, Peer, Router, Usage, Wire, nobody,
 };
+use spark_kv::settings::Strategy;
 use spark_kv::tasks::{Kind, Tasks};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -198,7 +199,8 @@ impl Node {
     async fn start(tasks: &Tasks, setup: Setup) -> Self {
         let meter = Meter::new();
         let Setup { name, url, dial, keys, share, idle, max_body, max_requests, aliases } = setup;
-        let options = Options { name: name.into(), share, idle, max_requests, dial };
+        let options =
+            Options { name: name.into(), share, strategy: Strategy::Cost, idle, max_requests, dial };
         let router = Router::new(options, Clock::real(), &meter);
         router.set_own(own(&url, Fit::Well));
         let outcomes = router.outcomes();
@@ -1136,7 +1138,7 @@ async fn a_conversation_returns_to_the_node_that_knows_it() {
         assert_eq!(client.answer().await.header("x-spark-box"), Some("b"));
         let outcome = a.outcome().await;
         assert!(outcome.known_bytes > 4000 && outcome.known_bytes < outcome.prompt_bytes, "{outcome:?}");
-        assert!(outcome.why.starts_with("b knows"), "{}", outcome.why);
+        assert!(outcome.why.starts_with("b costs least"), "{}", outcome.why);
         b.outcome().await;
     }
     assert!(first.untouched());
@@ -1172,7 +1174,7 @@ async fn what_peers_say_makes_their_load_without_counting_our_own_twice() {
     let (_x, _y) = (engine.next().await, engine.next().await);
     assert_eq!(b.router.note().in_flight, 2);
     assert_eq!(b.router.note().from["a"], 1);
-    let load = |a: &Node| a.router.candidates(&spark_kv::router::Ask::bare(Endpoint::Chat))[1].load;
+    let load = |a: &Node| a.router.candidates(&spark_kv::router::Ask::bare(Endpoint::Chat))[1].running;
     assert_eq!(load(&a), 1, "before the news of it");
     hear(&a, &b);
     assert_eq!(load(&a), 2, "after");

@@ -30,10 +30,11 @@ pub enum Code {
     RailSilent,
     RailErrors,
     TokensDiffer,
+    RouterDrift,
 }
 
 impl Code {
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::EngineDown,
         Self::EngineCrashLoop,
         Self::EngineStuck,
@@ -55,6 +56,7 @@ impl Code {
         Self::RailSilent,
         Self::RailErrors,
         Self::TokensDiffer,
+        Self::RouterDrift,
     ];
 
     /// What to do, in one sentence.
@@ -111,6 +113,9 @@ impl Code {
             }
             Self::TokensDiffer => {
                 "requests are placed by guesses until the engine is started again; if the model's tokenizer or template was changed on disk under a running engine, restart it, else please report the cause"
+            }
+            Self::RouterDrift => {
+                "requests are placed by how much each box has to do until speeds are learned anew; if it stays, look for what slows this box down: `spark-kv status`, its clock, other programs"
             }
             Self::RailErrors => {
                 "make the MTU equal on both ends, then try another cable; `spark-kv rails` measures what it costs"

@@ -7,6 +7,7 @@ mod ask;
 mod bench;
 mod cluster;
 mod config;
+mod explain;
 mod out;
 mod rails;
 mod run;
@@ -52,6 +53,8 @@ enum Verb {
     /// List the nodes that the running one knows, or forget one.
     #[command(subcommand)]
     Cluster(cluster::Verb),
+    /// Say why a request went where it went, and what each box would have cost.
+    Explain(explain::Explain),
     /// Show or check the settings.
     #[command(subcommand)]
     Config(Config),
@@ -306,6 +309,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Sim(order) => sim::play(order),
         Verb::Store(verb) => store::run(verb),
         Verb::Cluster(verb) => cluster::run(verb),
+        Verb::Explain(explain) => explain::run(&explain),
         Verb::Config(Config::Show(show)) => config::show(&show),
         Verb::Config(Config::Check(start)) => config::check(&start),
     };

@@ -15,7 +15,7 @@ use super::{Parts, write_whole};
 use crate::base::fault::{Code, Fault};
 use crate::engine::canary::{Order, Verdict};
 use crate::engine::{View, canary};
-use crate::router::{Fit, Own};
+use crate::router::{Fit, Links, Own, Speeds};
 use crate::settings::EngineKind;
 use crate::tasks::{Kind, log_slow};
 
@@ -94,12 +94,23 @@ async fn follow(parts: &Parts, judge: &watch::Sender<Judged>, view: &View) {
         };
         apply(parts, &judged);
         judge.send_replace(judged);
+        let pace = f64::from(parts.settings.engine.prefill_tokens_per_s);
+        parts.router.begin_engine(Speeds::of_pace(pace), links(parts));
     }
     let fit = match &judge.borrow().tier {
         Some(Err(reason)) => Fit::Strained(format!("it serves without its cache: {reason}")),
         _ => Fit::Well,
     };
     parts.router.set_own(Own { url: view.url.clone(), models: vec![view.served_name.clone()], fit });
+}
+
+/// How rows come to the engine: their size is known, the speed of drive and rails is assumed.
+fn links(parts: &Parts) -> Links {
+    let Some(engine) = parts.door.engine() else { return Links::default() };
+    let row_bytes = f64::from(engine.hello.row_bytes);
+    let whole = engine.hello.groups.iter().filter(|group| group.kind.needs_whole_prefix());
+    let bytes_per_token = whole.map(|group| row_bytes / f64::from(group.tokens_per_row.max(1))).sum();
+    Links { bytes_per_token, ..Links::default() }
 }
 
 fn close(parts: &Parts, view: &View, why: String) {

@@ -154,6 +154,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         router::Options {
             name: settings.node.name.clone(),
             share: settings.router.share,
+            strategy: settings.router.strategy,
             idle: Duration::from_secs(settings.router.idle_timeout_s.into()),
             max_requests: settings.listen.max_requests,
             dial: dial(cluster.clone()),

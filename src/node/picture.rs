@@ -147,6 +147,7 @@ fn entry(outcome: router::Outcome) -> Request {
         completion_tokens: tokens(usage.completion_tokens),
         broken: outcome.end == router::End::Broken,
         why: outcome.why,
+        decision: outcome.basis.and_then(|basis| serde_json::to_value(&*basis).ok()),
         foreseen_tokens: foreseen.as_ref().map(|foreseen| foreseen.tokens),
         foreseen_cached: reach.map(|reach| reach.all),
         unforeseen,
@@ -249,6 +250,15 @@ fn faults(parts: &Parts, beat: &Beat) -> Vec<Fault> {
     faults.extend(parts.cluster.faults());
     faults.extend(parts.rails.faults());
     faults.extend(parts.exact.fault());
+    faults.extend(parts.router.drift().map(|(bias, error)| {
+        let how = format!(
+            "first tokens come {:.0} % {} than foretold on average, and are {:.0} % off either way",
+            bias.abs() * 100.0,
+            if bias > 0.0 { "later" } else { "earlier" },
+            error * 100.0
+        );
+        Fault::new(Code::RouterDrift, how)
+    }));
     if beat.silent > SILENCE {
         let (running, seconds) = (beat.pulse.running, beat.silent.as_secs());
         faults.push(Fault::new(

@@ -45,6 +45,8 @@ pub struct Request {
     pub broken: bool,
     /// Why it went to that node, in a sentence.
     pub why: String,
+    /// What the decision was made of: each box as it was, and the terms of its price.
+    pub decision: Option<serde_json::Value>,
     /// What was foreseen: the prompt's tokens, and how many of them drive and peer would bring.
     pub foreseen_tokens: Option<u32>,
     pub foreseen_cached: Option<u32>,

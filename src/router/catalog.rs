@@ -78,7 +78,7 @@ impl Router {
         if aim != Aim::Near || plain || matches!(own.fit, Fit::Unfit(_)) {
             return self.carry(flight, &ask, aim, call).await;
         }
-        flight.placed(self.name(), 0, "all nodes are asked what they serve".into());
+        flight.placed(self.name(), 0, "all nodes are asked what they serve".into(), None);
         flight.sent();
         let mut lists = Vec::new();
         lists.extend(self.list(To::Engine(&own.url), call).await);

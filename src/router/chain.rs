@@ -13,7 +13,7 @@ use crate::base::geometry::Hello;
 
 /// What one node can take of a prompt without computing it, in tokens from its beginning. Each number includes the
 /// ones before it: device <= own <= all.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Reach {
     /// From its engine's device cache alone.
     pub device: u32,

@@ -10,7 +10,9 @@ use bytes::Bytes;
 use serde::Serialize;
 
 use super::ask::{Ask, Endpoint};
+use super::book::Seat;
 use super::foresee::{Foreseen, Known, Looking};
+use super::policy::Basis;
 use super::prefix::{self, Mark};
 use super::refusal::Refusal;
 use super::state::Shared;
@@ -35,7 +37,7 @@ pub enum End {
 pub const HUNG_UP: u16 = 499;
 
 /// What became of a request.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Outcome {
     /// The `X-Request-Id` it was answered with.
     pub id: String,
@@ -66,6 +68,9 @@ pub struct Outcome {
     pub retries: u32,
     /// Why it went where it went, in a sentence.
     pub why: String,
+    /// What the decision was made of. None: there was none to make.
+    #[serde(skip)]
+    pub basis: Option<Arc<Basis>>,
 }
 
 /// The guard.
@@ -84,6 +89,7 @@ pub struct Flight {
     tail: Tail,
     looking: Option<Looking>,
     done: bool,
+    seat: Option<Seat>,
     out: Outcome,
 }
 
@@ -108,6 +114,7 @@ impl Flight {
             tail: Tail::default(),
             looking: None,
             done: false,
+            seat: None,
             out: Outcome {
                 engine_id: endpoint.engine_id(&id),
                 id,
@@ -128,6 +135,7 @@ impl Flight {
                 foreseen: None,
                 retries: 0,
                 why: String::new(),
+                basis: None,
             },
         })
     }
@@ -204,21 +212,40 @@ impl Flight {
     }
 
     /// It goes to `node`, leaving the one before, if any.
-    pub(super) fn placed(&mut self, node: &str, known_bytes: u64, why: String) {
-        let before = self.out.node.replace(node.to_owned());
-        if before.is_some() {
+    pub(super) fn placed(&mut self, node: &str, known_bytes: u64, why: String, basis: Option<Basis>) {
+        if self.out.node.is_some() {
             self.out.retries += 1;
             self.shared.series.retries.inc();
         }
-        self.shared.move_to(before.as_deref(), node);
+        let basis = basis.map(Arc::new);
+        if let Some(basis) = &basis {
+            self.shared.series.decisions.with_label_values(&[basis.reason.label()]).inc();
+            self.shared.series.regret.observe(basis.regret_s());
+        }
+        self.out.basis = basis;
+        self.sit(node);
         self.out.known_bytes = known_bytes;
         self.out.why = why;
     }
 
+    /// Takes a seat at `node`, leaving the one before.
+    fn sit(&mut self, node: &str) {
+        // A prompt that is not computed (a count, a list) waits for nothing.
+        let terms = self.out.basis.as_ref().and_then(|basis| basis.terms());
+        let prefill_s = terms.filter(|_| self.out.endpoint.generates()).map_or(0.0, |terms| terms.prefill_s);
+        let before = self.out.node.replace(node.to_owned());
+        let before = before.as_deref().zip(self.seat.take());
+        self.seat = Some(self.shared.move_to(before, node, prefill_s));
+    }
+
+    /// Tokens of its prompt that were foretold to come out of a cache.
+    pub fn foretold_cached(&self) -> Option<u32> {
+        self.out.basis.as_ref().and_then(|basis| basis.terms()).map(|terms| terms.cached)
+    }
+
     /// What `node` had said before is passed on after all.
     pub(super) fn returned(&mut self, node: &str) {
-        let before = self.out.node.replace(node.to_owned());
-        self.shared.move_to(before.as_deref(), node);
+        self.sit(node);
     }
 
     /// It is handed to the relay. Only the first time counts: a retry waits for a node, not for the router.
@@ -247,6 +274,9 @@ impl Flight {
     /// Bytes of the answer pass.
     pub(super) fn passing(&mut self, bytes: &[u8], stream: bool) {
         if self.out.bytes == 0 {
+            if let (Some(node), Some(seat)) = (&self.out.node, &mut self.seat) {
+                self.shared.first_byte(node, seat);
+            }
             if stream {
                 self.out.ttft = Some(self.shared.clock.now().since(self.begin));
             }
@@ -281,6 +311,6 @@ impl Drop for Flight {
         self.out.duration = self.shared.clock.now().since(self.begin);
         self.out.usage = self.tail.usage();
         self.out.foreseen = self.known().cloned();
-        self.shared.leave(&self.out, self.added);
+        self.shared.leave(&self.out, self.added, self.seat);
     }
 }

@@ -11,6 +11,7 @@
 //! never passed on again.
 
 mod ask;
+mod book;
 mod catalog;
 pub mod chain;
 mod flight;
@@ -19,6 +20,7 @@ mod owners;
 mod passage;
 mod policy;
 mod prefix;
+mod price;
 mod refusal;
 mod relay;
 mod splice;
@@ -37,16 +39,19 @@ use tokio::sync::broadcast;
 
 use crate::base::clock::Clock;
 use crate::meter::Meter;
+use crate::settings::Strategy;
 
 pub use ask::{Ask, Endpoint};
 pub use chain::Reach;
 pub use flight::{End, Flight, HUNG_UP, Outcome};
 pub use foresee::{Foresee, Foreseen, Known, Looking, Slot};
 pub use passage::Passage;
-pub use policy::{Candidate, Decision, Fit, MARGIN, place};
+pub use policy::{Basis, Candidate, Decision, Fit, Reason, Request, Terms};
 pub use prefix::Mark;
+pub use price::speed::Speeds;
+pub use price::{Link, Links};
 pub use refusal::Refusal;
-pub use relay::{BOX, Call, Dial, FORWARDED, OWNER, REQUEST_ID, ROUTER_US, Wire, nobody};
+pub use relay::{BOX, CACHED_FORETOLD, Call, Dial, FORWARDED, OWNER, REQUEST_ID, ROUTER_US, Wire, nobody};
 pub use splice::{Alias, Undo, splice};
 pub use state::{Note, Own, Peer};
 pub use usage::Usage;
@@ -57,6 +62,8 @@ pub struct Options {
     pub name: String,
     /// Whether requests may go to the other node when that looks better (`router.share`).
     pub share: bool,
+    /// How a place is chosen (`router.strategy`).
+    pub strategy: Strategy,
     /// How long a silent engine is waited for (`router.idle_timeout_s`).
     pub idle: Duration,
     /// Most requests in flight (`listen.max_requests`).
@@ -85,7 +92,15 @@ pub struct Router {
     shared: Arc<state::Shared>,
     relay: relay::Relay,
     share: bool,
+    strategy: Strategy,
     idle: Duration,
+}
+
+/// A request on its way to a place.
+struct Wanted<'a> {
+    ask: &'a Ask,
+    request: Request,
+    foreseen: Option<Foreseen>,
 }
 
 /// An answer that is not a stream is taken in up to this size before its head is passed on, so that an engine that
@@ -94,9 +109,9 @@ const WHOLE_MAX: usize = 4 << 20;
 
 impl Router {
     pub fn new(options: Options, clock: Clock, meter: &Meter) -> Self {
-        let Options { name, share, idle, max_requests, dial } = options;
+        let Options { name, share, strategy, idle, max_requests, dial } = options;
         let shared = Arc::new(state::Shared::new(name, max_requests, clock, meter));
-        Self { shared, relay: relay::Relay::new(dial), share, idle }
+        Self { shared, relay: relay::Relay::new(dial), share, strategy, idle }
     }
 
     pub fn name(&self) -> &str {
@@ -134,9 +149,26 @@ impl Router {
         self.shared.owners.lock().of(internal)
     }
 
-    /// The nodes as the next request would find them.
+    /// The nodes as the next request would find them, when nothing is foreseen of it.
     pub fn candidates(&self, ask: &Ask) -> Vec<Candidate> {
-        self.shared.candidates(ask)
+        self.shared.candidates(ask, &self.shared.wanted(ask, None), None)
+    }
+
+    /// Another engine is served here: what is assumed of its speed, and how rows come to it. The rest is learned anew.
+    pub fn begin_engine(&self, speeds: Speeds, links: Links) {
+        self.shared.begin_engine(speeds, links);
+    }
+
+    /// This box's clock has fallen to a share of what it was when its speeds were learned, or is back at 1: its price
+    /// follows at once, before a slower answer has been seen.
+    pub fn set_clock(&self, share: f64) {
+        self.shared.set_clock(share);
+    }
+
+    /// While the time to a first token is not what was foretold, so that no learned speed decides: by which share it is
+    /// longer on average, and by which share it is off.
+    pub fn drift(&self) -> Option<(f64, f64)> {
+        self.shared.drift()
     }
 
     pub fn in_flight(&self) -> u32 {
@@ -195,7 +227,7 @@ impl Router {
     /// The node that has a response of `/v1/responses`, if it was made through this router and the node is there.
     pub fn holder(&self, response: &str) -> Option<String> {
         let node = self.shared.holder(response)?;
-        let all = self.shared.candidates(&Ask::bare(Endpoint::ResponseById));
+        let all = self.candidates(&Ask::bare(Endpoint::ResponseById));
         all.iter().any(|c| c.node == node && !matches!(c.fit, Fit::Unfit(_))).then_some(node)
     }
 
@@ -209,11 +241,13 @@ impl Router {
     ) -> Result<Response<Passage>, Refusal> {
         flight.asked(ask);
         flight.look_ahead(&call.body);
-        // Where it goes is settled for the others: what is found out is only written down.
-        if matches!(aim, Aim::Best) {
-            let _ = flight.foreseen().await;
-        }
-        match Box::pin(self.fetch(&mut flight, ask, &aim, call)).await {
+        // Where it goes is settled for the others: what is found out by now is only written down.
+        let foreseen = match aim {
+            Aim::Best => flight.foreseen().await.cloned(),
+            _ => flight.known().and_then(|known| known.as_ref().ok()).cloned(),
+        };
+        let wanted = Wanted { ask, request: self.shared.wanted(ask, foreseen.as_ref()), foreseen };
+        match Box::pin(self.fetch(&mut flight, &wanted, &aim, call)).await {
             Err(refusal) => {
                 flight.refused(refusal.status());
                 Err(refusal)
@@ -234,17 +268,17 @@ impl Router {
     async fn fetch(
         &self,
         flight: &mut Flight,
-        ask: &Ask,
+        wanted: &Wanted<'_>,
         aim: &Aim,
         call: &Call,
     ) -> Result<Fetched, Refusal> {
-        let first = self.choose(ask, aim, None)?;
+        let first = self.choose(wanted, aim, None)?;
         let once = self.attempt(flight, &first, call).await;
         let bound = matches!(aim, Aim::Here(_) | Aim::Pinned(_) | Aim::Held(_));
-        if bound || !worth_another(ask.endpoint, &once) {
+        if bound || !worth_another(wanted.ask.endpoint, &once) {
             return self.take_in(once?, &first.node).await;
         }
-        let Ok(second) = self.choose(ask, aim, Some(&first.node)) else {
+        let Ok(second) = self.choose(wanted, aim, Some(&first.node)) else {
             return self.take_in(once?, &first.node).await;
         };
         let failure = match &once {
@@ -270,14 +304,15 @@ impl Router {
     }
 
     /// Decides where to go, leaving out a node that was tried.
-    fn choose(&self, ask: &Ask, aim: &Aim, tried: Option<&str>) -> Result<Decision, Refusal> {
-        let mut all = self.shared.candidates(ask);
+    fn choose(&self, wanted: &Wanted<'_>, aim: &Aim, tried: Option<&str>) -> Result<Decision, Refusal> {
+        let Wanted { ask, request, foreseen } = wanted;
+        let mut all = self.shared.candidates(ask, request, foreseen.as_ref());
         let own = self.name();
         match aim {
-            Aim::Here(why) => return self.bound(all, own, why.clone()),
-            Aim::Held(node) => return self.bound(all, node, "it holds the response before".into()),
+            Aim::Here(why) => return self.bound(request, all, own, why.clone()),
+            Aim::Held(node) => return self.bound(request, all, node, "it holds the response before".into()),
             Aim::Pinned(node) if all.iter().any(|c| c.node == *node) => {
-                return self.bound(all, node, "the client asks for it".into());
+                return self.bound(request, all, node, "the client asks for it".into());
             }
             Aim::Pinned(node) => {
                 let known = all.into_iter().map(|c| c.node).collect();
@@ -290,17 +325,38 @@ impl Router {
         // Not shared, or not worth a hop: the others only when there is no engine here.
         if own_can && (*aim == Aim::Near || !self.share) {
             let why = if self.share { "it costs little" } else { "router.share is off" };
-            return self.bound(all, own, why.into());
+            return self.bound(request, all, own, why.into());
         }
-        place(ask, &all, self.shared.turn()).ok_or_else(|| not_ready(&all))
+        self.place(request, all, self.shared.drift().is_some(), self.shared.turn())
     }
 
-    fn bound(&self, all: Vec<Candidate>, node: &str, why: String) -> Result<Decision, Refusal> {
-        match all.into_iter().find(|c| c.node == node) {
-            Some(Candidate { fit: Fit::Unfit(why), .. }) => Err(Refusal::NotReady(format!("{node}: {why}"))),
-            Some(Candidate { node, .. }) => Ok(Decision { why: format!("{node} serves it: {why}"), node }),
-            None => Err(Refusal::NotReady(format!("{node} is not there"))),
+    fn place(
+        &self,
+        request: &Request,
+        all: Vec<Candidate>,
+        drifted: bool,
+        turn: u64,
+    ) -> Result<Decision, Refusal> {
+        if all.iter().all(|c| matches!(c.fit, Fit::Unfit(_))) {
+            return Err(not_ready(&all));
         }
+        let none = || Refusal::NotReady("no node can serve it".into());
+        policy::place(self.strategy, drifted, *request, all, turn).ok_or_else(none)
+    }
+
+    fn bound(
+        &self,
+        request: &Request,
+        mut all: Vec<Candidate>,
+        node: &str,
+        why: String,
+    ) -> Result<Decision, Refusal> {
+        all.retain(|c| c.node == node);
+        if all.is_empty() {
+            return Err(Refusal::NotReady(format!("{node} is not there")));
+        }
+        let decision = self.place(request, all, false, 0)?;
+        Ok(Decision { why: format!("{node} serves it: {why}"), ..decision })
     }
 
     async fn attempt(
@@ -310,7 +366,7 @@ impl Router {
         call: &Call,
     ) -> Result<Response<Incoming>, Refusal> {
         let known = self.shared.known(&to.node, flight.prefix());
-        flight.placed(&to.node, known, to.why.clone());
+        flight.placed(&to.node, known, to.why.clone(), Some(to.basis.clone()));
         flight.sent();
         let node = to.node.clone();
         let own = self.shared.own();
@@ -358,6 +414,9 @@ impl Router {
             && let Ok(node) = HeaderValue::from_str(node)
         {
             headers.insert(BOX, node);
+        }
+        if let (Some(cached), false) = (flight.foretold_cached(), headers.contains_key(&CACHED_FORETOLD)) {
+            headers.insert(CACHED_FORETOLD, HeaderValue::from(cached));
         }
         let there = headers.get(ROUTER_US).and_then(|us| us.to_str().ok()?.parse::<u64>().ok()).unwrap_or(0);
         let here = u64::try_from(flight.added().as_micros()).unwrap_or(u64::MAX);

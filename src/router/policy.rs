@@ -1,251 +1,253 @@
-//! Where a request goes: the cheapest of the nodes that can serve it, and why, in one sentence.
+//! Where a request goes, by the strategy that the operator chose, and why, in one sentence. Pure.
 //!
-//! The price here is counted in requests: what a node already has in flight, less what it saves because it knows
-//! the prompt's beginning. It is the seam for the price in seconds that takes its place; nothing else in the
-//! router knows what a price is made of.
+//! `cost` is the one that is meant ([`price`]); the others are there to compare it with, and for taste. A decision
+//! carries everything that it was made of, so that it can be explained later and made again.
 
-use super::ask::Ask;
+use std::fmt::Write as _;
 
-/// How fit a node is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fit {
-    Well,
-    /// It can serve, but others are better.
-    Strained(String),
-    /// It cannot serve.
-    Unfit(String),
+use serde::{Deserialize, Serialize};
+
+use super::price::{self, choose};
+pub use super::price::{Candidate, Fit, Request, Terms};
+use crate::settings::Strategy;
+
+/// By which rule a box was chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// It was the only one, or the request names it.
+    Bound,
+    /// It costs least.
+    Cost,
+    /// It costs about as little as the cheapest, and had the session before.
+    Session,
+    /// The price without coefficients: what was foretold has parted from what happened.
+    Plain,
+    /// Another strategy than cost.
+    Strategy,
 }
 
-/// A node that a request might go to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Candidate {
-    pub node: String,
-    pub fit: Fit,
-    /// Requests in flight there, wherever they came in.
-    pub load: u32,
-    /// Bytes of the prompt's beginning that it has computed before.
-    pub known_bytes: u64,
-    /// Whether it served this session before.
-    pub session: bool,
+impl Reason {
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Bound => "bound",
+            Self::Cost => "cost",
+            Self::Session => "session",
+            Self::Plain => "plain",
+            Self::Strategy => "strategy",
+        }
+    }
+}
+
+/// What a decision was made of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Basis {
+    pub strategy: Strategy,
+    pub reason: Reason,
+    pub request: Request,
+    /// Number of the decision: equals take turns.
+    pub turn: u64,
+    pub boxes: Vec<Candidate>,
+    /// Of each box; none for one that cannot serve.
+    pub terms: Vec<Option<Terms>>,
+    /// Number of the chosen one.
+    pub chosen: usize,
+}
+
+impl Basis {
+    /// The price of the chosen box.
+    pub fn terms(&self) -> Option<&Terms> {
+        self.terms.get(self.chosen)?.as_ref()
+    }
+
+    /// What the chosen box costs more than the best one, in seconds.
+    pub fn regret_s(&self) -> f64 {
+        let best = self.terms.iter().flatten().map(|terms| terms.total_s).min_by(f64::total_cmp);
+        self.terms().zip(best).map_or(0.0, |(terms, best)| terms.total_s - best)
+    }
 }
 
 /// What was decided.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
     pub node: String,
     /// One sentence for pages and logs.
     pub why: String,
+    pub basis: Basis,
 }
 
-/// A node that knows the whole prompt is preferred until it has this many requests more in flight than one that
-/// knows nothing of it; a node that knows a part, until it has that part of this many. Small on purpose: with a
-/// cache behind both nodes a move costs a load, not a recomputation, and a beginning that many sessions share must
-/// not gather them all on the node that saw it first.
-pub const MARGIN: u32 = 4;
+/// With the strategy `prefix` a box that has the whole prompt is preferred until it has this many requests more in flight
+/// than one that has nothing of it.
+const MARGIN: f64 = 4.0;
 
-/// What being strained costs, in requests: other nodes come first until they are clearly overloaded.
-const STRAIN: u32 = 8;
-
-/// Thousandths of a request: whole numbers, so that equal prices are equal.
-const UNIT: i64 = 1000;
-
-/// The price of sending `ask` to `candidate`, in thousandths of a request. None: it cannot go there.
-fn price(ask: &Ask, candidate: &Candidate) -> Option<i64> {
-    let strain = match candidate.fit {
-        Fit::Well => 0,
-        Fit::Strained(_) => STRAIN,
-        Fit::Unfit(_) => return None,
+/// Decides. `drifted`: the learned speeds are not to be used. `turn` counts the decisions. None: no box can serve.
+pub fn place(
+    strategy: Strategy,
+    drifted: bool,
+    request: Request,
+    boxes: Vec<Candidate>,
+    turn: u64,
+) -> Option<Decision> {
+    let terms: Vec<Option<Terms>> = boxes.iter().map(|box_| price::price(&request, box_)).collect();
+    let (chosen, reason) = match strategy {
+        Strategy::Cost if !drifted => {
+            let choice = choose(&request, &boxes, turn)?;
+            (choice.chosen, if choice.kept { Reason::Session } else { Reason::Cost })
+        }
+        Strategy::Cost => (least(&boxes, turn, |_, box_| price::plain(&request, box_))?, Reason::Plain),
+        _ => {
+            let by = |n: usize, box_: &Candidate| {
+                let terms = terms[n].as_ref()?;
+                let (load, strained) = (f64::from(box_.running), terms.strain_s);
+                let share = f64::from(terms.cached) / f64::from(request.tokens.max(1));
+                Some(match strategy {
+                    Strategy::Prefix => load - MARGIN * share + strained,
+                    Strategy::Kv => return price::plain(&request, box_),
+                    Strategy::LeastLoad => load + strained,
+                    Strategy::RoundRobin | Strategy::Cost => strained,
+                })
+            };
+            (least(&boxes, turn, by)?, Reason::Strategy)
+        }
     };
-    let whole = ask.prompt_bytes.max(1);
-    let saved =
-        u128::from(MARGIN) * u128::from(candidate.known_bytes.min(whole)) * UNIT as u128 / u128::from(whole);
-    // Less than one request: it decides between equals only.
-    let bound = if candidate.session { UNIT / 2 } else { 0 };
-    Some((i64::from(candidate.load) + i64::from(strain)) * UNIT - saved as i64 - bound)
+    let reason = if terms.iter().flatten().count() == 1 { Reason::Bound } else { reason };
+    let basis = Basis { strategy, reason, request, turn, boxes, terms, chosen };
+    Some(Decision { node: basis.boxes[chosen].node.clone(), why: why(&basis), basis })
 }
 
-/// Decides. `turn` counts the decisions: equals take turns. None: no candidate can serve.
-pub fn place(ask: &Ask, candidates: &[Candidate], turn: u64) -> Option<Decision> {
-    let priced: Vec<(i64, &Candidate)> =
-        candidates.iter().filter_map(|c| Some((price(ask, c)?, c))).collect();
-    let lowest = priced.iter().map(|(price, _)| *price).min()?;
-    let equals: Vec<&Candidate> = priced.iter().filter(|(p, _)| *p == lowest).map(|(_, c)| *c).collect();
-    let chosen = equals[usize::try_from(turn % equals.len() as u64).unwrap_or_default()];
-    Some(Decision { node: chosen.node.clone(), why: why(ask, chosen, &priced, candidates) })
+/// The one with the least; equals take turns.
+fn least(boxes: &[Candidate], turn: u64, by: impl Fn(usize, &Candidate) -> Option<f64>) -> Option<usize> {
+    let all: Vec<(usize, f64)> =
+        boxes.iter().enumerate().filter_map(|(n, box_)| Some((n, by(n, box_)?))).collect();
+    let best = all.iter().map(|(_, what)| *what).min_by(f64::total_cmp)?;
+    let equals: Vec<usize> = all.into_iter().filter(|(_, what)| *what <= best).map(|(n, _)| n).collect();
+    Some(equals[usize::try_from(turn % equals.len() as u64).unwrap_or_default()])
 }
 
-fn why(ask: &Ask, chosen: &Candidate, priced: &[(i64, &Candidate)], all: &[Candidate]) -> String {
-    let facts = |c: &Candidate| {
-        let session = if c.session { ", served this session before" } else { "" };
-        let strained =
-            if let Fit::Strained(why) = &c.fit { format!(", is strained ({why})") } else { "".into() };
-        format!(
-            "{} knows {} of {} prompt bytes, has {} in flight{session}{strained}",
-            c.node,
-            c.known_bytes.min(ask.prompt_bytes),
-            ask.prompt_bytes,
-            c.load
-        )
-    };
-    if let [_] = priced {
-        let others: Vec<String> = all
+/// The sentence.
+fn why(basis: &Basis) -> String {
+    let Basis { boxes, terms, chosen, request, .. } = basis;
+    let node = &boxes[*chosen].node;
+    if basis.reason == Reason::Bound {
+        let others: Vec<String> = boxes
             .iter()
-            .filter(|c| c.node != chosen.node)
-            .map(|c| match &c.fit {
-                Fit::Unfit(why) => format!("{}: {why}", c.node),
-                _ => c.node.clone(),
+            .filter(|box_| box_.node != *node)
+            .map(|box_| match &box_.fit {
+                Fit::Unfit(why) => format!("{}: {why}", box_.node),
+                _ => box_.node.clone(),
             })
             .collect();
         return match others.as_slice() {
-            [] => format!("{} is the only node", chosen.node),
-            others => format!("{} is the only node that can serve it: {}", chosen.node, others.join(", ")),
+            [] => format!("{node} is the only node"),
+            others => format!("{node} is the only node that can serve it: {}", others.join(", ")),
         };
     }
-    let others: Vec<String> =
-        priced.iter().filter(|(_, c)| c.node != chosen.node).map(|(_, c)| facts(c)).collect();
-    format!("{}; {}", facts(chosen), others.join("; "))
+    let mut told = match basis.reason {
+        Reason::Session => format!("{node} had this session before and costs hardly more"),
+        Reason::Plain => format!("{node} has least to do (speeds are being learned anew)"),
+        Reason::Strategy => format!("{node} by {}", basis.strategy.name()),
+        Reason::Cost | Reason::Bound => format!("{node} costs least"),
+    };
+    let about = if request.approximate { "about " } else { "" };
+    for (n, terms) in terms.iter().enumerate() {
+        let Some(terms) = terms else { continue };
+        let separator = if n == 0 { ": " } else { "; " };
+        let strained = match &boxes[n].fit {
+            Fit::Strained(why) => format!(", strained ({why})"),
+            _ => String::new(),
+        };
+        let session = if boxes[n].bound { ", had this session" } else { "" };
+        // A sentence of a decision is short: it cannot fail to be written.
+        let _ = write!(
+            told,
+            "{separator}{} {:.1} s ({about}{} of {} tokens there, {} in flight, first token in {:.1} s{session}{strained})",
+            boxes[n].node,
+            terms.total_s,
+            terms.cached,
+            request.tokens,
+            terms.running,
+            terms.ttft_s(),
+        );
+    }
+    told
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::chain::Reach;
+    use super::super::price::{Links, speed::Speeds};
     use super::*;
-    use crate::router::ask::Endpoint;
-    use proptest::prelude::*;
 
-    fn ask(prompt_bytes: u64) -> Ask {
-        Ask { prompt_bytes, ..Ask::bare(Endpoint::Chat) }
+    fn request(tokens: u32) -> Request {
+        Request { tokens, approximate: false, output: 130.0, compacted: false }
     }
 
-    fn candidate(node: &str, load: u32, known_bytes: u64) -> Candidate {
-        Candidate { node: node.into(), fit: Fit::Well, load, known_bytes, session: false }
-    }
-
-    fn node(ask: &Ask, candidates: &[Candidate], turn: u64) -> String {
-        place(ask, candidates, turn).unwrap().node
-    }
-
-    #[test]
-    fn the_longest_known_prefix_wins_up_to_the_margin_and_not_beyond() {
-        let at = |load| node(&ask(1000), &[candidate("a", load, 1000), candidate("b", 0, 0)], 1);
-        assert_eq!((at(MARGIN - 1).as_str(), at(MARGIN + 1).as_str()), ("a", "b"));
-        let half = |load| node(&ask(1000), &[candidate("a", load, 500), candidate("b", 0, 0)], 1);
-        assert_eq!((half(1).as_str(), half(3).as_str()), ("a", "b"));
-    }
-
-    #[test]
-    fn equals_take_turns() {
-        let both = [candidate("a", 2, 0), candidate("b", 2, 0)];
-        let nodes: Vec<String> = (0..4).map(|turn| node(&ask(10), &both, turn)).collect();
-        assert_eq!(nodes, ["a", "b", "a", "b"]);
-    }
-
-    #[test]
-    fn a_session_returns_to_its_node_when_nothing_else_tells_them_apart() {
-        let mut both = [candidate("a", 1, 0), candidate("b", 1, 0)];
-        both[1].session = true;
-        assert!((0..4).all(|turn| node(&ask(10), &both, turn) == "b"));
-        both[1].load = 2;
-        assert!((0..4).all(|turn| node(&ask(10), &both, turn) == "a"));
-    }
-
-    #[test]
-    fn a_strained_node_is_used_when_it_is_the_only_one() {
-        let mut both = [candidate("a", 0, 10), candidate("b", 3, 0)];
-        both[0].fit = Fit::Strained("is hot".into());
-        assert_eq!(node(&ask(10), &both, 0), "b");
-        both[1].fit = Fit::Unfit("is draining".into());
-        let decision = place(&ask(10), &both, 0).unwrap();
-        assert_eq!(decision.node, "a");
-        assert_eq!(decision.why, "a is the only node that can serve it: b: is draining");
-    }
-
-    #[test]
-    fn a_decision_tells_the_facts_it_was_made_of() {
-        let decision = place(&ask(100), &[candidate("a", 3, 90), candidate("b", 1, 0)], 0).unwrap();
-        assert_eq!(
-            decision.why,
-            "a knows 90 of 100 prompt bytes, has 3 in flight; b knows 0 of 100 prompt bytes, has 1 in flight"
-        );
-    }
-
-    /// Sessions that share a large beginning arrive while earlier ones still run.
-    #[test]
-    fn a_large_shared_system_prompt_does_not_gather_everything_on_one_node_under_load() {
-        let (shared, prompt) = (50_000, 52_000);
-        let mut running: Vec<usize> = Vec::new();
-        let (mut knows, mut placed) = ([true, false], [0, 0]);
-        for turn in 0..200_u64 {
-            if running.len() >= 10 {
-                running.remove(0);
-            }
-            let load = |n| running.iter().filter(|r| **r == n).count() as u32;
-            let known = |n: usize| if knows[n] { shared } else { 0 };
-            let both = [candidate("a", load(0), known(0)), candidate("b", load(1), known(1))];
-            let n = usize::from(node(&ask(prompt), &both, turn) == "b");
-            knows[n] = true;
-            placed[n] += 1;
-            running.push(n);
+    fn candidate(node: &str, running: u32, there: u32) -> Candidate {
+        Candidate {
+            node: node.into(),
+            fit: Fit::Well,
+            running,
+            queue_s: 0.0,
+            speeds: Speeds::default(),
+            links: Links::default(),
+            reach: Reach { device: there, own: there, all: there },
+            bound: false,
         }
-        assert!(placed.iter().all(|n| *n >= 80), "{placed:?}");
     }
 
-    fn any_candidates() -> impl Strategy<Value = Vec<Candidate>> {
-        let fit = prop_oneof![
-            Just(Fit::Well),
-            Just(Fit::Strained("is hot".into())),
-            Just(Fit::Unfit("is draining".into()))
+    fn chosen(strategy: Strategy, boxes: &[Candidate], turn: u64) -> String {
+        place(strategy, false, request(1000), boxes.to_vec(), turn).unwrap().node
+    }
+
+    #[test]
+    fn each_strategy_looks_at_what_it_says() {
+        let boxes = [candidate("a", 3, 900), candidate("b", 2, 0), candidate("c", 1, 0)];
+        let all = [Strategy::Prefix, Strategy::Kv, Strategy::LeastLoad];
+        assert_eq!(all.map(|strategy| chosen(strategy, &boxes, 0)), ["a", "a", "c"]);
+        let turns: Vec<String> = (0..4).map(|turn| chosen(Strategy::RoundRobin, &boxes, turn)).collect();
+        assert_eq!(turns, ["a", "b", "c", "a"]);
+        // Until it has too many.
+        let boxes = [candidate("a", 9, 900), candidate("b", 2, 0)];
+        assert_eq!(chosen(Strategy::Prefix, &boxes, 0), "b");
+    }
+
+    #[test]
+    fn while_speeds_are_not_to_be_trusted_no_coefficient_decides() {
+        let wrong = Speeds { rho: 6000.0, ..Speeds::default() };
+        let boxes = vec![Candidate { speeds: wrong, ..candidate("a", 1, 0) }, candidate("b", 1, 900)];
+        let decision = place(Strategy::Cost, true, request(1000), boxes, 0).unwrap();
+        assert_eq!((decision.node.as_str(), decision.basis.reason), ("b", Reason::Plain));
+        assert!(decision.why.starts_with("b has least to do"), "{}", decision.why);
+    }
+
+    #[test]
+    fn a_decision_tells_what_it_was_made_of() {
+        let boxes = vec![
+            Candidate { bound: true, ..candidate("a", 1, 900) },
+            Candidate { fit: Fit::Strained("is hot".into()), ..candidate("b", 0, 0) },
         ];
-        let one = (fit, any::<u32>(), any::<u64>(), any::<bool>());
-        proptest::collection::vec(one, 0..5).prop_map(|all| {
-            let named = all.into_iter().enumerate();
-            named
-                .map(|(n, (fit, load, known_bytes, session))| Candidate {
-                    node: format!("n{n}"),
-                    fit,
-                    load,
-                    known_bytes,
-                    session,
-                })
-                .collect()
-        })
+        let decision =
+            place(Strategy::Cost, false, Request { approximate: true, ..request(1000) }, boxes, 0).unwrap();
+        let terms = decision.basis.terms().unwrap();
+        assert_eq!((decision.node.as_str(), terms.cached, decision.basis.regret_s()), ("a", 900, 0.0));
+        for part in [
+            "a costs least: a ",
+            "about 900 of 1000 tokens there, 1 in flight",
+            "strained (is hot)",
+            "had this",
+        ] {
+            assert!(decision.why.contains(part), "{}", decision.why);
+        }
     }
 
-    proptest! {
-        #[test]
-        fn an_unfit_node_is_never_picked_and_a_fit_one_always_found(
-            candidates in any_candidates(), prompt: u64, turn: u64
-        ) {
-            let fit = |c: &Candidate| !matches!(c.fit, Fit::Unfit(_));
-            match place(&ask(prompt), &candidates, turn) {
-                None => prop_assert!(!candidates.iter().any(fit)),
-                Some(decision) => {
-                    let chosen = candidates.iter().find(|c| c.node == decision.node);
-                    prop_assert!(chosen.is_some_and(fit));
-                }
-            }
-        }
-
-        #[test]
-        fn nobody_waits_at_a_node_that_is_more_than_the_margin_above_the_least_loaded(
-            loads in proptest::collection::vec((0_u32..100, 0_u64..2000), 2..5), turn: u64
-        ) {
-            let candidates: Vec<Candidate> = loads.iter().enumerate()
-                .map(|(n, (load, known))| candidate(&format!("n{n}"), *load, *known)).collect();
-            let chosen = node(&ask(1000), &candidates, turn);
-            let load = candidates.iter().find(|c| c.node == chosen).map(|c| c.load).unwrap();
-            let least = candidates.iter().map(|c| c.load).min().unwrap();
-            prop_assert!(load <= least + MARGIN);
-        }
-
-        #[test]
-        fn ties_spread_evenly(count in 1_usize..5, load in 0_u32..9) {
-            let candidates: Vec<Candidate> =
-                (0..count).map(|n| candidate(&format!("n{n}"), load, 0)).collect();
-            let mut tally = std::collections::BTreeMap::new();
-            for turn in 0..60 {
-                *tally.entry(node(&ask(10), &candidates, turn)).or_insert(0) += 1;
-            }
-            prop_assert!(tally.values().all(|n| *n == 60 / count as u64 as i32), "{:?}", tally);
-        }
+    #[test]
+    fn one_that_is_alone_is_said_to_be() {
+        let one = |boxes: &[Candidate]| place(Strategy::Cost, false, request(9), boxes.to_vec(), 0).unwrap();
+        assert_eq!(one(&[candidate("a", 0, 0)]).why, "a is the only node");
+        let gone = Candidate { fit: Fit::Unfit("is draining".into()), ..candidate("b", 0, 0) };
+        let decision = one(&[candidate("a", 0, 0), gone.clone()]);
+        assert_eq!(decision.why, "a is the only node that can serve it: b: is draining");
+        assert_eq!(decision.basis.reason, Reason::Bound);
+        assert_eq!(place(Strategy::Prefix, false, request(9), vec![gone], 0), None);
     }
 }

@@ -44,6 +44,8 @@ pub fn nobody() -> Dial {
 pub const FORWARDED: HeaderName = HeaderName::from_static("x-spark-forwarded");
 /// In a request: the node that must serve it. In an answer: the node that did.
 pub const BOX: HeaderName = HeaderName::from_static("x-spark-box");
+/// Tokens of the prompt that were foretold to come out of a cache, when the request was placed.
+pub const CACHED_FORETOLD: HeaderName = HeaderName::from_static("x-spark-cached-tokens-predicted");
 /// Microseconds that the routers added.
 pub const ROUTER_US: HeaderName = HeaderName::from_static("x-spark-router-us");
 /// The name of the API key that a request came with, in hexadecimal: what one node tells another. Nobody else is heard.

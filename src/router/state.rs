@@ -12,13 +12,17 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast};
 
 use super::ask::Ask;
+use super::book::{Book, Seat, Told};
+use super::chain::Reach;
 use super::flight::{End, Outcome};
-use super::foresee::Foresee;
+use super::foresee::{Foresee, Foreseen};
 use super::owners::Owners;
-use super::policy::{Candidate, Fit};
+use super::policy::{Candidate, Fit, Request};
 use super::prefix::{self, Known, Mark};
+use super::price::Links;
+use super::price::speed::Speeds;
 use super::refusal::Refusal;
-use crate::base::clock::Clock;
+use crate::base::clock::{Clock, Micros};
 use crate::meter::{Meter, SECONDS};
 
 /// This node's engine as the node sees it.
@@ -32,7 +36,7 @@ pub struct Own {
 }
 
 /// The other node as this one hears of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Peer {
     pub name: String,
     pub connected: bool,
@@ -42,7 +46,7 @@ pub struct Peer {
 
 /// What a node tells the others about itself, with each heartbeat. Sent as JSON; unknown fields are ignored and
 /// missing ones have their defaults, so that two versions can talk.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Note {
     /// Whether its engine can serve, and when not, why.
@@ -53,6 +57,11 @@ pub struct Note {
     pub models: Vec<String>,
     /// Requests in flight on its engine.
     pub in_flight: u32,
+    /// Seconds until the prompts among them are computed.
+    pub queue_s: f64,
+    /// How fast it is, and how rows come to it, as it has learned.
+    pub speeds: Option<Speeds>,
+    pub links: Option<Links>,
     /// Of these, those that each other node passed on to it.
     pub from: BTreeMap<String, u32>,
     /// Hashes of the prefixes it computed last, the oldest first.
@@ -74,8 +83,8 @@ struct State {
     own: Own,
     peers: BTreeMap<String, Peer>,
     known: BTreeMap<String, Known>,
-    /// Requests of this router by the node they are at.
-    placed: BTreeMap<String, u32>,
+    /// Requests of this router by the node they are at, and what they teach.
+    book: Book,
     /// Requests that other nodes passed on to this one.
     from: BTreeMap<String, u32>,
     total: u32,
@@ -111,6 +120,10 @@ pub(super) struct Series {
     pub hangups: IntCounter,
     pub broken: IntCounter,
     pub retries: IntCounter,
+    pub decisions: IntCounterVec,
+    pub foretold: Histogram,
+    pub off: Histogram,
+    pub regret: Histogram,
 }
 
 /// Microseconds from 10 to a tenth of a second: what reading, hashing and placing take.
@@ -139,6 +152,26 @@ impl Series {
             hangups: meter.counter("router_hangups_total", "Requests whose client went away before the end"),
             broken: meter.counter("router_broken_total", "Answers that an engine broke off in the middle"),
             retries: meter.counter("router_retries_total", "Tries on the other node before the first byte"),
+            decisions: meter.counters(
+                "route_decisions_total",
+                "Requests by why they went where they went",
+                &["reason"],
+            ),
+            foretold: meter.histogram(
+                "route_predicted_ttft_seconds",
+                "Time to the first token that was foretold when a stream was placed",
+                &SECONDS,
+            ),
+            off: meter.histogram(
+                "route_ttft_error_ratio",
+                "How far off that was, as a share of the time that it took",
+                &[0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0],
+            ),
+            regret: meter.histogram(
+                "route_regret_seconds",
+                "What the chosen box cost more than the cheapest one, by the price it was chosen by",
+                &SECONDS,
+            ),
         }
     }
 }
@@ -163,7 +196,7 @@ impl Shared {
                 own,
                 peers: BTreeMap::new(),
                 known: BTreeMap::new(),
-                placed: BTreeMap::new(),
+                book: Book::new(Speeds::default()),
                 from: BTreeMap::new(),
                 total: 0,
                 draining: false,
@@ -191,21 +224,45 @@ impl Shared {
         Ok(())
     }
 
-    pub fn move_to(&self, before: Option<&str>, node: &str) {
+    /// A request goes to `node`, where its prompt takes so many seconds, leaving the node before.
+    pub fn move_to(&self, before: Option<(&str, Seat)>, node: &str, prefill_s: f64) -> Seat {
+        let now = self.clock.now();
         let mut state = self.state.lock();
-        if let Some(before) = before {
-            less(&mut state.placed, before);
+        if let Some((before, seat)) = before {
+            state.book.stand(before, &seat, now);
         }
-        *state.placed.entry(node.to_owned()).or_default() += 1;
+        state.book.sit(node, prefill_s, now)
     }
 
-    pub fn leave(&self, out: &Outcome, added: Option<Duration>) {
+    /// The first byte of its answer comes.
+    pub fn first_byte(&self, node: &str, seat: &mut Seat) {
+        let now = self.clock.now();
+        self.state.lock().book.first_byte(node, seat, now);
+    }
+
+    /// What a request is, as far as its price goes. Once for each: a session is found to go on.
+    pub fn wanted(&self, ask: &Ask, foreseen: Option<&Foreseen>) -> Request {
+        let mut state = self.state.lock();
+        let known = state.known.values().map(|known| known.longest(&ask.prefix)).max().unwrap_or(0);
+        let session = ask.session.as_deref().map(prefix::session);
+        let compacted = session.is_some_and(|mark| state.book.goes_on(mark.hash, ask.prompt_bytes, known));
+        Request {
+            tokens: foreseen.map_or_else(|| state.book.tokens(ask.prompt_bytes), |foreseen| foreseen.tokens),
+            approximate: foreseen.is_none_or(|foreseen| foreseen.reaches.is_empty()),
+            output: state.book.words(ask.max_tokens),
+            compacted,
+        }
+    }
+
+    pub fn leave(&self, out: &Outcome, added: Option<Duration>, seat: Option<Seat>) {
         {
+            let now = self.clock.now();
             let mut state = self.state.lock();
             state.total = state.total.saturating_sub(1);
             self.series.in_flight.set(i64::from(state.total));
-            if let Some(node) = &out.node {
-                less(&mut state.placed, node);
+            if let (Some(node), Some(seat)) = (&out.node, seat) {
+                state.book.stand(node, &seat, now);
+                self.learn_from(&mut state.book, out, &seat, *node == self.name, now);
             }
             if let Some(from) = &out.forwarded_from {
                 less(&mut state.from, from);
@@ -233,6 +290,42 @@ impl Shared {
         }
         // Nobody listening is fine.
         let _ = self.outcomes.send(out.clone());
+    }
+
+    /// What a whole answer teaches.
+    fn learn_from(&self, book: &mut Book, out: &Outcome, seat: &Seat, own: bool, now: Micros) {
+        let (Some(usage), 200, End::Whole) = (out.usage, out.status, out.end) else { return };
+        let (Some(prompt), Some(words)) = (usage.prompt_tokens, usage.completion_tokens) else { return };
+        let told =
+            Told { prompt, cached: usage.cached_tokens.unwrap_or(0), words, prompt_bytes: out.prompt_bytes };
+        book.on_answer(&told);
+        let terms = out.basis.as_ref().and_then(|basis| basis.terms());
+        if let (true, Some(ttft)) = (out.stream, out.ttft) {
+            if own {
+                book.on_own_answer(seat, terms, &told, now);
+            }
+            if let Some(terms) = terms {
+                self.series.foretold.observe(terms.ttft_s());
+                let off = (ttft.as_secs_f64() - terms.ttft_s()).abs() / ttft.as_secs_f64().max(0.001);
+                self.series.off.observe(off);
+            }
+        }
+    }
+
+    /// Another engine is served: its speeds as far as they are assumed, and how rows come to it.
+    pub fn begin_engine(&self, speeds: Speeds, links: Links) {
+        self.state.lock().book.begin(speeds, links);
+    }
+
+    /// This box's clock has fallen to a share of what it was, or is back at 1.
+    pub fn set_clock(&self, share: f64) {
+        self.state.lock().book.set_clock(share);
+    }
+
+    /// What was foretold has parted from what happened: by how much, and how wrong it is either way.
+    pub fn drift(&self) -> Option<(f64, f64)> {
+        let state = self.state.lock();
+        state.book.has_drifted().then(|| state.book.residual())
     }
 
     pub fn learn(&self, node: &str, marks: &[Mark], session: Option<Mark>) {
@@ -292,6 +385,7 @@ impl Shared {
     }
 
     pub fn note(&self) -> Note {
+        let now = self.clock.now();
         let state = self.state.lock();
         let (ready, strained, why) = match &state.own.fit {
             _ if state.draining => (false, false, DRAINING.to_owned()),
@@ -304,32 +398,58 @@ impl Shared {
             why,
             strained,
             models: state.own.models.clone(),
-            in_flight: state.placed.get(&self.name).copied().unwrap_or(0),
+            in_flight: state.book.running(&self.name),
+            queue_s: state.book.queue_s(&self.name, now),
+            speeds: Some(state.book.speeds()),
+            links: Some(state.book.links()),
             from: state.from.clone(),
             recent: state.recent.iter().copied().collect(),
         }
     }
 
-    pub fn candidates(&self, ask: &Ask) -> Vec<Candidate> {
+    /// The boxes as a request would find them.
+    pub fn candidates(&self, ask: &Ask, request: &Request, foreseen: Option<&Foreseen>) -> Vec<Candidate> {
+        let now = self.clock.now();
         let state = self.state.lock();
         let session = ask.session.as_deref().map(prefix::session);
-        let candidate = |node: &str, fit: Fit, models: &[String], load: u32| {
-            let known = state.known.get(node);
+        let guesses = state.guesses(ask, request);
+        let anywhere = guesses.values().copied().max().unwrap_or(0);
+        let own_links = state.book.links();
+        let candidate = |node: &str, fit: Fit, models: &[String], running: u32, queue_s: f64| {
             let serves = models.is_empty() || ask.model.as_ref().is_none_or(|model| models.contains(model));
+            let guess = guesses.get(node).copied().unwrap_or(0);
+            let reach = match foreseen.filter(|foreseen| !foreseen.reaches.is_empty()) {
+                Some(foreseen) => {
+                    let exact = foreseen.reach(node).unwrap_or_default();
+                    // What it computed lately lies on its device still, as far as its drive has it.
+                    Reach { device: exact.device.max(guess.min(exact.own)), ..exact }
+                }
+                None => Reach { device: guess, own: guess, all: anywhere },
+            };
             Candidate {
                 node: node.to_owned(),
                 fit: if serves { fit } else { Fit::Unfit("it does not serve this model".into()) },
-                load,
-                known_bytes: known.map_or(0, |known| known.longest(&ask.prefix)),
-                session: session.is_some_and(|mark| known.is_some_and(|known| known.has(mark))),
+                running,
+                queue_s,
+                speeds: state.book.speeds(),
+                links: own_links,
+                reach,
+                bound: session.is_some_and(|mark| state.known.get(node).is_some_and(|known| known.has(mark))),
             }
         };
-        let placed = |node: &str| state.placed.get(node).copied().unwrap_or(0);
-        let mut all =
-            vec![candidate(&self.name, state.own.fit.clone(), &state.own.models, placed(&self.name))];
+        let (own, models) = (&self.name, &state.own.models);
+        let (running, queue_s) = (state.book.running(own), state.book.queue_s(own, now));
+        let mut all = vec![candidate(own, state.own.fit.clone(), models, running, queue_s)];
         for peer in state.peers.values() {
-            let models = peer.note.as_ref().map_or(&[][..], |note| &note.models);
-            all.push(candidate(&peer.name, peer.fit(), models, peer.load(&self.name, placed(&peer.name))));
+            let note = peer.note.as_ref();
+            let models = note.map_or(&[][..], |note| &note.models);
+            let running = peer.load(own, state.book.running(&peer.name));
+            // Its word is as old as its last heartbeat; what went there from here is exact.
+            let queue_s = state.book.queue_s(&peer.name, now).max(note.map_or(0.0, |note| note.queue_s));
+            let mut one = candidate(&peer.name, peer.fit(), models, running, queue_s);
+            one.speeds = note.and_then(|note| note.speeds).unwrap_or(one.speeds);
+            one.links = note.and_then(|note| note.links).unwrap_or(one.links);
+            all.push(one);
         }
         all
     }
@@ -388,6 +508,18 @@ impl Shared {
             }
             left.await;
         }
+    }
+}
+
+impl State {
+    /// Tokens of a prompt that each node is believed to have computed before.
+    fn guesses(&self, ask: &Ask, request: &Request) -> BTreeMap<&str, u32> {
+        let tokens = |bytes: u64| {
+            let all = u128::from(ask.prompt_bytes.max(1));
+            u32::try_from(u128::from(request.tokens) * u128::from(bytes) / all).unwrap_or(u32::MAX)
+        };
+        let known = self.known.iter().map(|(node, known)| (node.as_str(), known.longest(&ask.prefix)));
+        known.map(|(node, bytes)| (node, tokens(bytes.min(ask.prompt_bytes)))).collect()
     }
 }
 

@@ -182,6 +182,30 @@ pub struct Cluster {
     pub copy_share: u32,
 }
 
+/// How a request's place is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Strategy {
+    #[default]
+    Cost,
+    Prefix,
+    Kv,
+    LeastLoad,
+    RoundRobin,
+}
+
+impl Strategy {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cost => "cost",
+            Self::Prefix => "prefix",
+            Self::Kv => "kv",
+            Self::LeastLoad => "least_load",
+            Self::RoundRobin => "round_robin",
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Router {
@@ -189,6 +213,10 @@ pub struct Router {
     pub idle_timeout_s: u32,
     /// Send requests to the other node when that looks better. False: every request stays where it came in.
     pub share: bool,
+    /// How a request's place is chosen. Default `cost`: where everybody together waits least, in seconds. The others are
+    /// for comparing: `prefix` (the longest known beginning, until that node has 4 more requests in flight), `kv` (tokens
+    /// to be computed times requests in flight), `least_load` and `round_robin`.
+    pub strategy: Strategy,
     /// Other names for models: `fast = "nano"` serves `nano` to who asks for `fast`. The answer has the name that was
     /// asked for. A name that an engine itself serves wins.
     pub aliases: BTreeMap<String, String>,
@@ -296,7 +324,7 @@ impl Cluster {
 
 impl Default for Router {
     fn default() -> Self {
-        Self { idle_timeout_s: 600, share: true, aliases: BTreeMap::new() }
+        Self { idle_timeout_s: 600, share: true, strategy: Strategy::Cost, aliases: BTreeMap::new() }
     }
 }
 
