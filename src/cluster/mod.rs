@@ -41,7 +41,7 @@ use futures_util::future::join_all;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_rustls::TlsStream;
 
@@ -68,6 +68,19 @@ use token::{Invites, Refusal, Secret, Token};
 
 /// How long another node's answer to an operator's order is awaited.
 const ORDER: Duration = Duration::from_secs(10);
+
+/// What another node answered to such an order.
+async fn answered(
+    (name, answer): (String, oneshot::Receiver<Forgotten>),
+) -> (String, Result<Forgotten, String>) {
+    let done = match tokio::time::timeout(ORDER, answer).await {
+        Ok(Ok(Forgotten { trouble, .. })) if !trouble.is_empty() => Err(trouble),
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(_)) => Err("it is not connected".to_owned()),
+        Err(_) => Err(format!("no answer within {} seconds", ORDER.as_secs())),
+    };
+    (name, done)
+}
 
 /// Relay streams that wait to be taken.
 const RELAYS: usize = 64;
@@ -307,16 +320,7 @@ impl Cluster {
     /// known.
     pub async fn forget_owner(&self, owner: &str) -> Vec<(String, Result<Forgotten, String>)> {
         self.0.desk.share.lock().on_owner_forgotten(owner);
-        let answer = async |(name, answered): (String, _)| {
-            let done = match tokio::time::timeout(ORDER, answered).await {
-                Ok(Ok(Forgotten { trouble, .. })) if !trouble.is_empty() => Err(trouble),
-                Ok(Ok(done)) => Ok(done),
-                Ok(Err(_)) => Err("it is not connected".to_owned()),
-                Err(_) => Err(format!("no answer within {} seconds", ORDER.as_secs())),
-            };
-            (name, done)
-        };
-        join_all(self.0.shared.tell_to_forget(owner).into_iter().map(answer)).await
+        join_all(self.0.shared.tell_to_forget(owner).into_iter().map(answered)).await
     }
 
     /// Does not know the node with this name (or fingerprint, in hex, or its first 8 digits) any more; it can come back

@@ -1,7 +1,7 @@
 //! Judgement: which node serves a request, and the way there and back.
 //!
-//! `ask` reads what a request asks for, `prefix` remembers what each node computed, `policy` decides: all three
-//! are pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them; `foresee` waits
+//! `ask` reads what a request asks for, `prefix` remembers what each node computed, `price` says what each box would
+//! cost in seconds, `policy` decides, `book` keeps what is in flight and learns from it: all pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them; `foresee` waits
 //! for that before a request is placed. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
 //! `state` holds what they share.
 //!

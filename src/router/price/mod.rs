@@ -24,6 +24,9 @@
 pub mod backlog;
 pub mod speed;
 
+#[cfg(test)]
+mod world;
+
 use serde::{Deserialize, Serialize};
 
 use super::chain::Reach;
