@@ -135,7 +135,8 @@ impl Words {
     }
 
     fn cut(&self, text: &str, from: usize) -> Vec<Range<usize>> {
-        let mut words = if from < text.len() { vec![from..text.len()] } else { Vec::new() };
+        let mut words: Vec<Range<usize>> =
+            (from < text.len()).then_some(from..text.len()).into_iter().collect();
         for pattern in &self.patterns {
             let mut finer = Vec::with_capacity(text.len() / 3);
             for word in words {
