@@ -8,7 +8,9 @@ use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-use tokenizers::{SplitDelimiterBehavior, Tokenizer};
+use tokenizers::{
+    OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, SplitDelimiterBehavior, Tokenizer,
+};
 
 use super::words::Words;
 use super::*;
@@ -138,6 +140,19 @@ proptest! {
                 }
             }
         }
+    }
+}
+
+proptest! {
+    /// Words end where the library's do, whatever stands between them.
+    #[test]
+    fn words_are_those_of_the_library(text in "([ \t\r\n\u{a0}\u{3000}]{0,4}([a-zA-Z]{1,5}|[0-9]{1,5}|'[a-z]{1,2}|[-.,/=]{1,3}|\\PC{0,3})){0,12}[ \r\n]{0,3}", patterns: bool) {
+        let reference = if patterns { behind_patterns() } else { tokenizer() };
+        let mut pieces = PreTokenizedString::from(text.as_str());
+        reference.get_pre_tokenizer().unwrap().pre_tokenize(&mut pieces).unwrap();
+        let theirs = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        let theirs: Vec<_> = theirs.into_iter().map(|(_, (start, end), _)| start..end).collect();
+        prop_assert_eq!(Words::of(&reference).unwrap().cut(&text, 0), theirs, "{:?}", text);
     }
 }
 

@@ -14,8 +14,10 @@ use std::sync::Arc;
 
 use aho_corasick::{AhoCorasick, AhoCorasickBuilder, MatchKind};
 use parking_lot::Mutex;
+use regex::Regex;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::split::SplitPattern;
 use tokenizers::utils::SysRegex;
 use tokenizers::{
     AddedToken, Model, ModelWrapper, NormalizerWrapper, OffsetType, PreTokenizedString, PreTokenizer,
@@ -36,10 +38,70 @@ const WORD_MAX: usize = 64;
 /// What an entry costs beside its text.
 const ENTRY: usize = 96;
 
+/// How nearly every pattern ends: of spaces before a word the last one belongs to the word. It is what keeps a pattern
+/// from being searched for in one pass.
+const LOOKS_AHEAD: &str = r"|\s+(?!\S)|\s+";
+
+/// In such a pattern, spaces with line ends among them are one word up to the last line end.
+const LINES: &str = r"|\s*[\r\n]+|";
+
+/// Cuts a text into words.
+enum Pattern {
+    /// Without its look ahead, which is done to what is found.
+    OnePass {
+        regex: Regex,
+        lines: bool,
+    },
+    Library(SysRegex),
+}
+
+impl Pattern {
+    fn of(text: &str) -> Option<Self> {
+        if let Some(before) = text.strip_suffix(LOOKS_AHEAD)
+            && !before.contains("(?!")
+            && !before.contains("(?=")
+            && !before.contains("(?<")
+            && let Ok(regex) = Regex::new(&format!(r"{before}|\s+"))
+        {
+            return Some(Self::OnePass { regex, lines: before.ends_with(LINES.trim_end_matches('|')) });
+        }
+        SysRegex::new(text).ok().map(Self::Library)
+    }
+
+    /// Calls `found` with each match's place in `text`.
+    fn each(&self, text: &str, mut found: impl FnMut(usize, usize)) {
+        match self {
+            Self::Library(regex) => regex.find_iter(text).for_each(|(start, end)| found(start, end)),
+            Self::OnePass { regex, lines } => {
+                let mut from = 0;
+                while let Some(word) = regex.find_at(text, from) {
+                    let end = word.end() - word_after(text, word.range(), *lines);
+                    found(word.start(), end);
+                    // No pattern of this kind matches nothing; a text must come to its end all the same.
+                    from = if end > from { end } else { text.ceil_char_boundary(end + 1) };
+                    if from > text.len() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Bytes at the end of the spaces at `word` that belong to the word after them.
+fn word_after(text: &str, word: Range<usize>, lines: bool) -> usize {
+    let found = &text[word.clone()];
+    let Some(last) = found.chars().next_back().filter(|last| last.is_whitespace()) else { return 0 };
+    let ends_line = lines && ['\r', '\n'].contains(&last);
+    let alone = found.len() == last.len_utf8();
+    let at_end = text[word.end..].chars().next().is_none_or(char::is_whitespace);
+    if ends_line || alone || at_end || !found.chars().all(char::is_whitespace) { 0 } else { last.len_utf8() }
+}
+
 /// Cuts and looks up.
 pub struct Words {
     /// Applied one after the other.
-    patterns: Vec<SysRegex>,
+    patterns: Vec<Pattern>,
     bytes: ByteLevel,
     /// A normalizer is there that leaves ASCII alone, and perhaps nothing else.
     ascii_only: bool,
@@ -134,18 +196,19 @@ impl Words {
         Some(out)
     }
 
-    fn cut(&self, text: &str, from: usize) -> Vec<Range<usize>> {
+    /// The words of what follows `from`.
+    pub(super) fn cut(&self, text: &str, from: usize) -> Vec<Range<usize>> {
         let mut words: Vec<Range<usize>> =
             (from < text.len()).then_some(from..text.len()).into_iter().collect();
         for pattern in &self.patterns {
             let mut finer = Vec::with_capacity(text.len() / 3);
             for word in words {
                 let mut end = word.start;
-                for (a, b) in pattern.find_iter(&text[word.clone()]) {
+                pattern.each(&text[word.clone()], |a, b| {
                     let (a, b) = (word.start + a, word.start + b);
                     finer.extend([end..a, a..b].into_iter().filter(|part| !part.is_empty()));
                     end = b;
-                }
+                });
                 finer.extend((end < word.end).then_some(end..word.end));
             }
             words = finer;
@@ -173,7 +236,7 @@ fn goes_by_bytes(model: &BPE) -> bool {
 }
 
 /// The patterns of a pre-tokenizer that only cuts and then goes to bytes, and that last stage.
-fn stages(stage: &PreTokenizerWrapper, patterns: &mut Vec<SysRegex>) -> Option<ByteLevel> {
+fn stages(stage: &PreTokenizerWrapper, patterns: &mut Vec<Pattern>) -> Option<ByteLevel> {
     let all = match stage {
         PreTokenizerWrapper::Sequence(all) => all.as_ref(),
         one => std::slice::from_ref(one),
@@ -184,7 +247,10 @@ fn stages(stage: &PreTokenizerWrapper, patterns: &mut Vec<SysRegex>) -> Option<B
             PreTokenizerWrapper::Split(split)
                 if split.behavior == SplitDelimiterBehavior::Isolated && !split.invert =>
             {
-                patterns.push(split.clone().regex);
+                patterns.push(match &split.pattern {
+                    SplitPattern::Regex(text) => Pattern::of(text)?,
+                    SplitPattern::String(_) => Pattern::Library(split.clone().regex),
+                });
             }
             _ => return None,
         }
@@ -192,7 +258,7 @@ fn stages(stage: &PreTokenizerWrapper, patterns: &mut Vec<SysRegex>) -> Option<B
     match last {
         PreTokenizerWrapper::ByteLevel(bytes) if !bytes.add_prefix_space => {
             if bytes.use_regex {
-                patterns.push(SysRegex::new(BUILT_IN).ok()?);
+                patterns.push(Pattern::of(BUILT_IN)?);
             }
             Some(ByteLevel::new(false, bytes.trim_offsets, false))
         }
