@@ -22,9 +22,9 @@
 //! ## How one request flows
 //!
 //! 1. [`api::open`] takes it, applies limits, reads the body once.
-//! 2. [`router`] looks at a borrowed view of the body, places it (own engine or the other node) and says why; the
-//!    bytes go on as they came. Beside it [`router::tokens`] makes the engine's own token ids of the body, and
-//!    [`router::chain`] says what the lookup table holds of them: the request's record sets that beside the outcome.
+//! 2. [`router`] looks at a borrowed view of the body. [`router::tokens`] makes the engine's own token ids of it, paying
+//!    for what is new, and [`router::chain`] says what each node holds of them; that is waited for as long as it is
+//!    worth it. Then the request is placed (own engine or the other node), and why is said; the bytes go on as they came.
 //! 3. vLLM's scheduler asks the plugin for each block of the prompt. The plugin probes [`base::table`], shared memory
 //!    that the node fills with what its own drive and the other node hold.
 //! 4. For a hit, the plugin sends LOAD through the door ([`base::frame`], [`api::local`]). The node reads the rows from

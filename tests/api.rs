@@ -21,7 +21,8 @@ use spark_kv::base::clock::Clock;
 use spark_kv::base::units;
 use spark_kv::meter::Meter;
 use spark_kv::router::{
-    Dial, End, Endpoint, Fit, HUNG_UP, Note, Options, Outcome, Own, Peer, Router, Usage, Wire, nobody,
+    Dial, End, Endpoint, Fit, Foresee, Foreseen, HUNG_UP, Looking, Note, Options, Outcome, Own, Peer, Reach,
+    Router, Slot, Usage, Wire, nobody,
 };
 use spark_kv::settings::Strategy;
 use spark_kv::tasks::{Kind, Tasks};
@@ -720,6 +721,55 @@ async fn a_client_that_hangs_up_cancels_the_engine_at_once() {
     assert_eq!(node.outcome().await.end, End::HungUp);
     assert!(node.meter.text().contains("sparkkv_router_hangups_total 4"));
     assert!(node.meter.text().contains("sparkkv_router_in_flight 0"));
+}
+
+/// A router that is told what prompts hold when the test says so: each prompt's slot comes out of the channel.
+fn looked_ahead(node: &Node, patience: Duration) -> mpsc::Receiver<Arc<Slot>> {
+    let (sender, slots) = mpsc::channel(8);
+    node.router.foresee_with(Foresee(Arc::new(move |_, _| {
+        let slot = Arc::<Slot>::default();
+        sender.try_send(Arc::clone(&slot)).ok()?;
+        Some(Looking { slot, patience })
+    })));
+    slots
+}
+
+#[tokio::test]
+async fn a_request_is_placed_when_its_prompt_is_known_and_a_hang_up_ends_the_wait() {
+    let tasks = Tasks::new();
+    let mut engine = Engine::start(&tasks).await;
+    let mut node = Node::alone(&tasks, &engine.url).await;
+    let mut slots = looked_ahead(&node, 2 * LIMIT);
+    let client = node.post(CHAT, HI).await;
+    let slot = soon("a look ahead", slots.recv()).await.unwrap();
+    assert_eq!(node.router.in_flight(), 1);
+    drop(client);
+    let outcome = node.outcome().await;
+    assert_eq!((outcome.end, outcome.node, node.router.in_flight()), (End::HungUp, None, 0));
+    assert_eq!(Arc::strong_count(&slot), 1, "nobody waits for it any more");
+    let client = node.post(CHAT, HI).await;
+    let slot = soon("a look ahead", slots.recv()).await.unwrap();
+    let reaches = vec![("a".to_owned(), Reach { device: 16, own: 32, all: 48 })];
+    let foreseen = Foreseen { tokens: 64, reaches, ..Foreseen::default() };
+    slot.fill(Ok(foreseen.clone()));
+    engine.next().await.reply.send(answer(200, "application/json", "{}")).unwrap();
+    client.answer().await;
+    assert_eq!(node.outcome().await.foreseen, Some(Ok(foreseen)));
+}
+
+#[tokio::test]
+async fn a_prompt_that_takes_too_long_is_placed_without_and_what_is_found_later_is_written_down() {
+    let tasks = Tasks::new();
+    let mut engine = Engine::start(&tasks).await;
+    let mut node = Node::alone(&tasks, &engine.url).await;
+    let mut slots = looked_ahead(&node, Duration::from_millis(1));
+    let client = node.post(CHAT, HI).await;
+    let slot = soon("a look ahead", slots.recv()).await.unwrap();
+    let exchange = engine.next().await;
+    slot.fill(Err("late".into()));
+    exchange.reply.send(answer(200, "application/json", "{}")).unwrap();
+    client.answer().await;
+    assert_eq!(node.outcome().await.foreseen, Some(Err("late".into())));
 }
 
 #[tokio::test]

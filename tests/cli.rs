@@ -405,6 +405,37 @@ fn bench_store_measures_says_what_it_writes_and_leaves_nothing() {
 }
 
 #[test]
+fn bench_router_measures_and_leaves_nothing() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let here = dir.path().to_str().unwrap();
+    let out = run(&["bench", "router", "--json", "--quick", "--rounds", "1", "--dir", here], &[]);
+    let talk = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(0), "{talk}");
+    let report: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    for key in ["small_p50_us", "small_p99_us", "big_p50_us", "big_p99_us", "small_rps", "rss_mb"] {
+        assert!(report[key].is_number(), "{key}: {report}");
+    }
+    assert!(report["small_rps"].as_f64() > Some(0.0) && report["rss_mb"].as_f64() > Some(1.0), "{report}");
+    assert_eq!(report["tails"].as_array().map(Vec::len), Some(5), "{report}");
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "nothing is left");
+}
+
+#[test]
+fn bench_router_says_when_another_one_does_not_serve() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let here = dir.path().to_str().unwrap();
+    let out = run(
+        &["bench", "router", "--quick", "--dir", here, "--peer", "x=sh -c 'exit 3' {port} {backends}"],
+        &[],
+    );
+    assert_eq!(out.status.code(), Some(1), "{}", text(&out.stderr));
+    assert!(text(&out.stderr).contains("x ended with exit status: 3"), "{}", text(&out.stderr));
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "nothing is left");
+    let out = run(&["bench", "router", "--dir", "/no/such/folder"], &[]);
+    assert_eq!(out.status.code(), Some(64));
+}
+
+#[test]
 fn bench_store_refuses_what_it_cannot_do() {
     for (words, code, said) in
         [(["--dir", "/no/such/folder"], 64, "no such folder"), (["--dir", "/proc"], 1, "/proc")]

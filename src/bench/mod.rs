@@ -1,4 +1,5 @@
-//! How fast the store is here, beside what the same drive does without it.
+//! How fast this program is here, beside what is there without it: the store beside its drive (this file), rows from
+//! another box beside raw sockets ([`fabric`]), the router beside the direct path ([`router`]).
 //!
 //! For each row size and each medium, every round measures close together: the raw ceiling ([`raw`], at each depth of
 //! [`DEPTHS`]), the store with checksums ([`store`]), the store with rows sealed, and for comparison the files tier that vLLM brings
@@ -14,6 +15,7 @@ mod fs;
 mod place;
 mod raw;
 mod restart;
+mod router;
 mod stats;
 mod store;
 
@@ -31,6 +33,7 @@ pub use self::fs::python_under;
 use self::place::Place;
 use self::raw::Way;
 pub use self::restart::inside as restart_inside;
+pub use self::router::{RouterError, RouterFigures, RouterOptions, RouterReport, run as router_run};
 use self::stats::Direction;
 pub use self::stats::Spread;
 use crate::base::rows::Rows;

@@ -1,4 +1,4 @@
-//! `bench store` and `bench fabric`: arguments of the measurements, and their tables.
+//! `bench store`, `bench fabric` and `bench router`: arguments of the measurements, and their tables.
 //!
 //! How it goes is told on stderr, the figures stand on stdout. Ctrl-C and SIGTERM end it between two measurements,
 //! with its folders gone.
@@ -6,6 +6,7 @@
 use std::io::Read;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use tokio::signal::unix::{SignalKind, signal};
@@ -13,7 +14,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::out::{Exit, Out, Told, say};
 use crate::base::units::Bytes;
-use crate::bench::{self, FabricOptions, FabricReport, Figures, Host, Medium, Offer, Report, Spread};
+use crate::bench::{
+    self, FabricOptions, FabricReport, Figures, Host, Medium, Offer, Report, RouterFigures, RouterOptions,
+    RouterReport, Spread,
+};
 use crate::engine::provision;
 use crate::settings;
 use crate::tasks::{Kind, Tasks};
@@ -24,6 +28,8 @@ pub(super) enum Bench {
     Store(Store),
     /// Measure rows from another box beside raw sockets on the same path, in one run. Alone: over loopback.
     Fabric(Fabric),
+    /// Measure what the router adds to a request, beside the direct path and other routers, in one run.
+    Router(Router),
     /// One start of a store that was made to be measured; `store` starts it.
     #[command(hide = true)]
     Restart(Restart),
@@ -37,6 +43,57 @@ pub(super) struct Restart {
     rows: u64,
     #[arg(long)]
     capacity: u64,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Router {
+    /// The figures as JSON.
+    #[arg(long)]
+    json: bool,
+    /// A quick look: few and short sessions, two rounds. Not for comparing.
+    #[arg(long)]
+    quick: bool,
+    /// Rounds; figures are medians over them.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: Option<u32>,
+    /// Folder with tokenizer.json and a chat template. Without it the run makes one.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Another router to be measured beside this one: {port} stands for the port it is to serve on, {backends} for
+    /// the URLs of two backends. Can be given again. It ends with the run.
+    #[arg(long, value_name = "NAME=COMMAND", value_parser = peer)]
+    peer: Vec<(String, String)>,
+    /// Folder in which one of the run's own is made and removed at the end.
+    #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]
+    dir: PathBuf,
+}
+
+fn peer(text: &str) -> Result<(String, String), String> {
+    let plain =
+        |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    match text.split_once('=') {
+        Some((name, line)) if plain(name) && line.contains("{port}") && line.contains("{backends}") => {
+            Ok((name.to_owned(), line.to_owned()))
+        }
+        _ => Err("write it as NAME=COMMAND, with {port} and {backends} in the command".to_owned()),
+    }
+}
+
+impl Router {
+    fn options(&self, program: PathBuf) -> RouterOptions {
+        let (rounds, sessions, tokens) = if self.quick { (2, 4, 6_000) } else { (5, 100, 50_000) };
+        RouterOptions {
+            rounds: self.rounds.map_or(rounds, |n| n as usize),
+            sessions,
+            tokens,
+            turn: 700,
+            flood: if self.quick { Duration::from_millis(300) } else { Duration::from_secs(3) },
+            model: self.model.clone(),
+            peers: self.peer.clone(),
+            program,
+            folder: self.dir.clone(),
+        }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -205,6 +262,57 @@ pub(super) fn store(order: &Store) -> anyhow::Result<Exit> {
     Ok(Exit::Done)
 }
 
+pub(super) fn router(order: &Router) -> anyhow::Result<Exit> {
+    if !order.dir.is_dir() {
+        let what = format!("{}: no such folder", order.dir.display());
+        return Err(Told { exit: Exit::Usage, what }.into());
+    }
+    // Client and backend; the routers are processes of their own.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let report = runtime.block_on(async {
+        let stop = until_signal(&Tasks::new())?;
+        let program = std::env::current_exe()?;
+        anyhow::Ok(bench::router_run(&order.options(program), &stop, &say).await?)
+    })?;
+    let mut out = Out::new();
+    if order.json {
+        out.line(&serde_json::to_string(&report)?)?;
+    } else {
+        router_table(&report, &mut out)?;
+    }
+    out.done()?;
+    Ok(Exit::Done)
+}
+
+fn router_table(report: &RouterReport, out: &mut Out) -> std::io::Result<()> {
+    out.line("added, in us          small p50   small p99     big p50     big p99    cold p50   small req/s   RssAnon MB")?;
+    let named = report.peers.iter().map(|(name, figures)| (name.as_str(), figures));
+    for (name, f) in std::iter::once(("spark-kv", &report.ours)).chain(named) {
+        out.line(&format!(
+            "{name:20}  {:10.0}  {:10.0}  {:10.0}  {:10.0}  {:10.0}  {:12.0}  {:.0} -> {:.0}",
+            f.small_p50_us,
+            f.small_p99_us,
+            f.big_p50_us,
+            f.big_p99_us,
+            f.cold_p50_us,
+            f.small_rps,
+            f.rss_start_mb,
+            f.rss_mb
+        ))?;
+        out.line(&format!("{:20}  {}", "", tails(f)))?;
+    }
+    out.line(&format!(
+        "direct: {:.0} us small, {:.0} us big, {:.0} small req/s; noise {:.2}; sessions of {} tokens in {} bytes at their beginning",
+        report.direct_small_us, report.direct_big_us, report.direct_small_rps, report.noise, report.prompt_tokens, report.body_bytes
+    ))
+}
+
+fn tails(figures: &RouterFigures) -> String {
+    let each =
+        figures.tails.iter().map(|t| format!("{} tokens {:.0} (p99 {:.0})", t.tokens, t.p50_us, t.p99_us));
+    format!("by tail: {}", each.collect::<Vec<_>>().join(", "))
+}
+
 /// Offers are a few hundred bytes.
 const OFFER_MAX: u64 = 64 << 10;
 
@@ -349,6 +457,15 @@ mod tests {
         let error = read_offer(file.path()).unwrap_err().to_string();
         assert!(error.contains("--serve") && !error.contains("secret"), "{error}");
         assert!(read_offer(Path::new("/nonexistent/offer")).is_err());
+    }
+
+    #[test]
+    fn another_router_is_named_and_says_where_its_port_and_backends_go() {
+        let got = peer("a=b --port {port} --to {backends}").unwrap();
+        assert_eq!(got, ("a".into(), "b --port {port} --to {backends}".into()));
+        for text in ["a", "=x {port} {backends}", "a=x {port}", "a=x {backends}", "a/b=x {port} {backends}"] {
+            assert!(peer(text).is_err(), "{text}");
+        }
     }
 
     #[test]

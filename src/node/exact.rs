@@ -8,14 +8,15 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prometheus::{Histogram, IntCounter, IntCounterVec, IntGauge};
 use tokio::sync::{Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
 
 use super::Parts;
 use crate::api::local::Door;
@@ -71,8 +72,6 @@ const TOOK_US: [f64; 12] = [20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 20e3
 struct Job {
     endpoint: Endpoint,
     body: Bytes,
-    /// Nobody cares any more when the request is gone.
-    slot: Weak<Slot>,
     begun: Micros,
     seat: Arc<Seat>,
 }
@@ -185,47 +184,55 @@ impl Exact {
             return told(Err(why.to_owned()));
         }
         let Some(seat) = self.0.seat.lock().clone() else { return told(Err("there is no tokenizer".into())) };
-        let slot = Arc::new(Slot::default());
-        let begun = self.0.clock.now();
-        let job = Job { endpoint, body: body.clone(), slot: Arc::downgrade(&slot), begun, seat };
+        let job = Job { endpoint, body: body.clone(), begun: self.0.clock.now(), seat };
         let drafted = if body.len() > HERE_BODY_MAX { None } else { Some(self.draft(&job)) };
-        match drafted {
-            Some(Err(why)) => slot.fill(Err(why)),
-            Some(Ok(draft)) if draft.fresh_bytes() <= HERE_FRESH_MAX => slot.fill(self.finish(&job, draft)),
+        let slot = match drafted {
+            Some(Err(why)) => return told(Err(why)),
+            Some(Ok(draft)) if draft.fresh_bytes() <= HERE_FRESH_MAX => {
+                return told(self.finish(&job, draft));
+            }
             other => self.aside(job, other.and_then(Result::ok))?,
-        }
+        };
         Some(Looking { slot, patience: patience(body.len(), self.0.speed) })
     }
 
     /// Goes on with a prompt beside its request. None: too many wait.
-    fn aside(&self, job: Job, draft: Option<Draft>) -> Option<()> {
+    fn aside(&self, job: Job, draft: Option<Draft>) -> Option<Arc<Slot>> {
         if self.0.waiting.fetch_add(1, Ordering::Relaxed) >= WAITING {
             self.0.waiting.fetch_sub(1, Ordering::Relaxed);
             self.0.series.prompts.with_label_values(&["busy"]).inc();
             return None;
         }
-        let waiting = Waiting(self.clone());
+        let (waiting, (slot, gone)) = (Waiting(self.clone()), Slot::watched());
+        let told = Arc::downgrade(&slot);
         self.0.tasks.spawn(Kind::Chore, "tokens of a prompt", async move {
             let Waiting(this) = &waiting;
-            let job = Arc::new(job);
-            let draft = match draft {
-                Some(draft) => draft,
-                None => {
-                    let (at, read) = (this.clone(), Arc::clone(&job));
-                    match on_thread(&this.0.short, &job.slot, move || at.draft(&read)).await {
-                        Some(Ok(draft)) => draft,
-                        Some(Err(why)) => return fill(&job.slot, Err(why)),
-                        None => return,
-                    }
-                }
-            };
-            let lane = if draft.fresh_bytes() > LONG { &this.0.long } else { &this.0.short };
-            let (at, made) = (this.clone(), Arc::clone(&job));
-            if let Some(known) = on_thread(lane, &job.slot, move || at.finish(&made, draft)).await {
-                fill(&job.slot, known);
+            if let Some(known) = this.made(job, draft, &gone).await
+                && let Some(slot) = told.upgrade()
+            {
+                slot.fill(known);
             }
         });
-        Some(())
+        Some(slot)
+    }
+
+    /// None: the request is `gone`.
+    async fn made(&self, job: Job, draft: Option<Draft>, gone: &CancellationToken) -> Option<Known> {
+        let job = Arc::new(job);
+        let drafted = match draft {
+            Some(draft) => Ok(draft),
+            None => {
+                let (this, job) = (self.clone(), Arc::clone(&job));
+                on_thread(&self.0.short, gone, move || this.draft(&job)).await?
+            }
+        };
+        let draft = match drafted {
+            Ok(draft) => draft,
+            Err(why) => return Some(Err(why)),
+        };
+        let lane = if draft.fresh_bytes() > LONG { &self.0.long } else { &self.0.short };
+        let this = self.clone();
+        on_thread(lane, gone, move || this.finish(&job, draft)).await
     }
 
     fn draft(&self, job: &Job) -> Result<Draft, String> {
@@ -339,20 +346,15 @@ impl Drop for Waiting {
     }
 }
 
-fn fill(slot: &Weak<Slot>, known: Known) {
-    if let Some(slot) = slot.upgrade() {
-        slot.fill(known);
-    }
-}
-
 /// Runs `work` on a thread that may compute, when its lane has room. None: the request is gone by then.
 async fn on_thread<T: Send + 'static>(
     lane: &Arc<Semaphore>,
-    slot: &Weak<Slot>,
+    gone: &CancellationToken,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
-    let permit = Arc::clone(lane).acquire_owned().await.ok()?;
-    if slot.strong_count() == 0 {
+    let permit = gone.run_until_cancelled(Arc::clone(lane).acquire_owned()).await?.ok()?;
+    // Both may have come at one moment.
+    if gone.is_cancelled() {
         return None;
     }
     let work = tokio::task::spawn_blocking(move || {
@@ -636,7 +638,14 @@ mod tests {
             (0..WAITING).map(|_| exact.begin(Endpoint::Chat, &long).unwrap()).collect();
         assert!(exact.begin(Endpoint::Chat, &long).is_none(), "no more than so many wait");
         let short = exact.begin(Endpoint::Chat, &chat("short")).unwrap();
-        assert!(known(&short).await.is_ok());
+        assert!(short.slot.get().is_some(), "found out on the spot");
+        drop(stuck.pop());
+        while exact.0.waiting.load(Ordering::Relaxed) == WAITING {
+            tokio::task::yield_now().await;
+        }
+        let middling = exact.begin(Endpoint::Chat, &chat(&"word ".repeat(HERE_FRESH_MAX))).unwrap();
+        assert!(known(&middling).await.is_ok());
+        assert!(stuck.iter().all(|looking| looking.slot.get().is_none()), "they wait for their own lane");
         let last = stuck.pop().unwrap();
         drop(stuck);
         drop(taken);
@@ -647,7 +656,7 @@ mod tests {
         }
         assert_eq!(
             exact.0.series.prompts.with_label_values(&["exact"]).get(),
-            2,
+            3,
             "nobody waited for the others"
         );
     }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use serde::Serialize;
 use tokio::sync::Notify;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::ask::Endpoint;
 use super::chain::Reach;
@@ -41,12 +42,21 @@ pub type Known = Result<Foreseen, String>;
 pub struct Slot {
     known: OnceLock<Known>,
     filled: Notify,
+    /// Tells whoever finds out that nobody waits any more.
+    _alive: Option<DropGuard>,
 }
 
 impl Slot {
     /// A slot whose content is known from the beginning.
     pub fn of(known: Known) -> Self {
-        Self { known: known.into(), filled: Notify::new() }
+        Self { known: known.into(), ..Self::default() }
+    }
+
+    /// A slot to be filled, and what ends when nobody cares any more.
+    pub fn watched() -> (Arc<Self>, CancellationToken) {
+        let gone = CancellationToken::new();
+        let slot = Self { _alive: Some(gone.clone().drop_guard()), ..Self::default() };
+        (Arc::new(slot), gone)
     }
 
     /// Only the first time counts.

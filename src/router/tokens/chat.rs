@@ -363,7 +363,11 @@ fn in_form(message: &Map, parts: bool) -> Result<Map, Unsure> {
     let texts: Vec<&str> =
         content.iter().filter_map(|part| part.map().and_then(|map| map.text("text"))).collect();
     let mut message = message.clone();
-    message.set("content", Json::Text(texts.join("\n").into()));
+    let one = match content {
+        [part] => part.map().and_then(|map| map.get("text")).cloned(),
+        _ => None,
+    };
+    message.set("content", one.unwrap_or_else(|| Json::Text(texts.join("\n").into())));
     Ok(message)
 }
 

@@ -4,10 +4,10 @@
 //! What cannot be told apart here (whole numbers beyond 64 bits, `-0`) or would be too intricate to print (characters
 //! that `repr` may or may not escape) is refused: the caller then knows nothing instead of something wrong.
 
-use std::collections::HashMap;
 use std::fmt::{self, Write};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
+use hashbrown::HashMap;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
@@ -30,6 +30,60 @@ pub enum Json {
 /// An object: fields in their order. A field given twice stands where it stood first and means what it meant last.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Map(Vec<(Arc<str>, Json)>);
+
+/// Names that nearly every message has, kept once for all.
+static COMMON: LazyLock<HashMap<&'static str, Arc<str>>> = LazyLock::new(|| {
+    let names = [
+        "role",
+        "content",
+        "type",
+        "text",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "function",
+        "name",
+        "arguments",
+        "reasoning",
+        "reasoning_content",
+        "description",
+        "parameters",
+        "properties",
+        "required",
+        "messages",
+        "tools",
+        "model",
+        "cache_control",
+        "input",
+        "tool_use_id",
+        "thinking",
+        "signature",
+    ];
+    names.into_iter().map(|name| (name, name.into())).collect()
+});
+
+fn shared(name: &str) -> Arc<str> {
+    COMMON.get(name).map_or_else(|| name.into(), Arc::clone)
+}
+
+/// A field's name as it is read.
+struct Name(Arc<str>);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl Visitor<'_> for Reader {
+            type Value = Name;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a name")
+            }
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<Name, E> {
+                Ok(Name(shared(name)))
+            }
+        }
+        deserializer.deserialize_str(Reader)
+    }
+}
 
 /// Fields up to which a scan finds a name sooner than a table.
 const SCANNED_MAX: usize = 16;
@@ -98,7 +152,7 @@ impl Map {
     pub fn set(&mut self, name: &str, value: Json) {
         match self.0.iter_mut().find(|(key, _)| &**key == name) {
             Some((_, old)) => *old = value,
-            None => self.0.push((name.into(), value)),
+            None => self.0.push((shared(name), value)),
         }
     }
 
@@ -127,7 +181,7 @@ impl Map {
 
 impl<const N: usize> From<[(&str, Json); N]> for Map {
     fn from(fields: [(&str, Json); N]) -> Self {
-        Self(fields.into_iter().map(|(name, value)| (name.into(), value)).collect())
+        Self(fields.into_iter().map(|(name, value)| (shared(name), value)).collect())
     }
 }
 
@@ -189,8 +243,7 @@ impl<'de> Visitor<'de> for Reader {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Json, A::Error> {
         let mut fields: Vec<(Arc<str>, Json)> = Vec::new();
         let mut places: HashMap<Arc<str>, usize> = HashMap::new();
-        while let Some((name, value)) = map.next_entry::<String, Json>()? {
-            let name: Arc<str> = name.into();
+        while let Some((Name(name), value)) = map.next_entry::<Name, Json>()? {
             if fields.len() == SCANNED_MAX && places.is_empty() {
                 places = fields.iter().enumerate().map(|(at, (name, _))| (Arc::clone(name), at)).collect();
             }

@@ -18,6 +18,7 @@ mod recent;
 mod template;
 mod trail;
 mod trust;
+mod words;
 
 use std::borrow::Cow;
 

@@ -21,6 +21,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use super::Unsure;
 use super::recent::Recent;
+use super::words::Words;
 
 /// What an entry costs beside its text and its ids.
 const ENTRY: usize = 128;
@@ -29,6 +30,7 @@ const ENTRY: usize = 128;
 /// and what is not is tokenised outside of the lock.
 pub struct Pieces {
     tokenizer: Tokenizer,
+    words: Option<Words>,
     cuts: Option<Cuts>,
     around: Around,
     seen: Mutex<Seen>,
@@ -90,7 +92,8 @@ impl Pieces {
         let cuts = Cuts::of(&tokens);
         let around = Around::of(&tokenizer)?;
         let seen = Mutex::new(Seen { table: Recent::new(bound), made: 0 });
-        Ok(Self { tokenizer, cuts, around, seen })
+        let words = Words::of(&tokenizer);
+        Ok(Self { tokenizer, words, cuts, around, seen })
     }
 
     /// Cuts `text` and says what of it is known.
@@ -151,7 +154,9 @@ impl Pieces {
     /// Tokenises a piece and keeps it. None: it cannot be kept, and its ids stand in `out` already.
     fn fresh(&self, text: &str, range: Range<usize>, out: &mut Vec<u32>) -> Result<Option<Piece>, Unsure> {
         let piece = &text[range.clone()];
-        let ids: Arc<[u32]> = encode(&self.tokenizer, piece, false)?.into();
+        let by_words = self.words.as_ref().and_then(|words| words.ids(&self.tokenizer, piece));
+        let ids = by_words.map_or_else(|| encode(&self.tokenizer, piece, false), Ok)?;
+        let ids: Arc<[u32]> = ids.into();
         let kept = match self.shared(text, range.start) {
             true => self.seen.lock().keep(piece, &ids),
             false => None,

@@ -4,8 +4,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use tokenizers::Tokenizer;
+use tokenizers::normalizers::NFC;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{
+    OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, SplitDelimiterBehavior, Tokenizer,
+};
 
+use super::words::Words;
 use super::*;
 use crate::base::block::{BlockHash, DEFAULT_HASH_SEED};
 use crate::base::geometry::{Group, GroupKind, Hello};
@@ -95,6 +102,74 @@ proptest! {
             check(&session)?;
         }
     }
+}
+
+/// The pattern of many models of today, before bytes.
+const PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+fn behind_patterns() -> Tokenizer {
+    let split = |pattern: &str| {
+        let pattern = SplitPattern::Regex(pattern.into());
+        Split::new(pattern, SplitDelimiterBehavior::Isolated, false).unwrap().into()
+    };
+    let bytes = ByteLevel::new(false, true, false).into();
+    let mut tokenizer = tokenizer();
+    tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![split(r"\p{N}{1,2}"), split(PATTERN), bytes])));
+    tokenizer
+}
+
+proptest! {
+    /// Word by word, again and again, a text has the ids that the library gives it.
+    #[test]
+    fn words_have_the_ids_of_the_library(
+        texts in proptest::collection::vec(proptest::collection::vec(prop_oneof![fragment(), "[ a-z0-9'\\.\n]{0,20}"], 0..12), 1..8),
+        patterns: bool,
+        composed: bool,
+    ) {
+        let mut reference = if patterns { behind_patterns() } else { tokenizer() };
+        if composed {
+            reference.with_normalizer(Some(NFC)).unwrap();
+        }
+        let words = Words::of(&reference).unwrap();
+        for text in texts {
+            let text = text.concat();
+            for beginning in ["", "<|end|>"] {
+                let text = format!("{beginning}{text}");
+                if let Some(ids) = words.ids(&reference, &text) {
+                    prop_assert_eq!(ids, whole(&reference, &text), "{:?}", text);
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    /// Words end where the library's do, whatever stands between them.
+    #[test]
+    fn words_are_those_of_the_library(text in "([ \t\r\n\u{a0}\u{3000}]{0,4}([a-zA-Z]{1,5}|[0-9]{1,5}|'[a-z]{1,2}|[-.,/=]{1,3}|\\PC{0,3})){0,12}[ \r\n]{0,3}", patterns: bool) {
+        let reference = if patterns { behind_patterns() } else { tokenizer() };
+        let mut pieces = PreTokenizedString::from(text.as_str());
+        reference.get_pre_tokenizer().unwrap().pre_tokenize(&mut pieces).unwrap();
+        let theirs = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        let theirs: Vec<_> = theirs.into_iter().map(|(_, (start, end), _)| start..end).collect();
+        prop_assert_eq!(Words::of(&reference).unwrap().cut(&text, 0), theirs, "{:?}", text);
+    }
+}
+
+#[test]
+fn nearly_every_text_goes_word_by_word_and_what_does_not_is_left_alone() {
+    for reference in [tokenizer(), behind_patterns()] {
+        let words = Words::of(&reference).unwrap();
+        let text = "<|im_start|>user\nfn main() {\n    let x = \"héllo 世界\"; // it's 12345\n}\n";
+        assert_eq!(words.ids(&reference, text), Some(whole(&reference, text)));
+        assert_eq!(words.ids(&reference, text), Some(whole(&reference, text)), "again");
+        for odd in ["ab<|end|>", "<|left|>", "plain<", "<|end|><|end|>"] {
+            assert_eq!(words.ids(&reference, odd), None, "{odd}");
+        }
+    }
+    let mut odd = tokenizer();
+    odd.with_pre_tokenizer(Some(ByteLevel::new(true, true, true)));
+    assert!(Words::of(&odd).is_none(), "a space before the text depends on where it begins");
 }
 
 #[test]
