@@ -1,9 +1,10 @@
 //! Judgement: which node serves a request, and the way there and back.
 //!
 //! `ask` reads what a request asks for, `prefix` remembers what each node computed, `price` says what each box would
-//! cost in seconds, `policy` decides, `book` keeps what is in flight and learns from it: all pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them; `foresee` waits
-//! for that before a request is placed. `relay` carries the bytes, `flight` and `passage` count a request until the last byte of its answer,
-//! `state` holds what they share.
+//! cost in seconds, `policy` decides, `book` keeps what is in flight and learns from it, `splice` changes the few bytes
+//! that have to change: all pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them;
+//! `foresee` waits for that before a request is placed. `relay` carries the bytes, `flight` and `passage` count a
+//! request until the last byte of its answer, `state` holds what they share.
 //!
 //! Promises: bytes pass unchanged both ways. A client that goes away ends the work upstream at once. A request is
 //! tried on a second node at most once, and only while nothing of an answer has been passed on: when the first
