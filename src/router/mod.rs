@@ -328,7 +328,7 @@ impl Router {
             let why = if self.share { "it costs little" } else { "router.share is off" };
             return self.bound(request, all, own, why.into());
         }
-        self.place(request, all, self.shared.drift().is_some(), self.shared.turn())
+        self.place(request, all, self.shared.distrusts(), self.shared.turn())
     }
 
     fn place(

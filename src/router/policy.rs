@@ -250,4 +250,33 @@ mod tests {
         assert_eq!(decision.basis.reason, Reason::Bound);
         assert_eq!(place(Strategy::Prefix, false, request(9), vec![gone], 0), None);
     }
+
+    proptest::proptest! {
+        /// As an operator would: from the record alone.
+        #[test]
+        fn a_decision_that_was_written_down_is_made_again(
+            boxes in proptest::collection::vec((0_u32..9, 0_u32..9000, 0.0..20.0_f64, proptest::bool::ANY, 0_u8..4), 1..5),
+            which in 0_usize..5, drifted: bool, turn: u64,
+        ) {
+            let all = [Strategy::Cost, Strategy::Prefix, Strategy::Kv, Strategy::LeastLoad, Strategy::RoundRobin];
+            let boxes = boxes.into_iter().map(|(running, there, queue_s, bound, fit)| Candidate {
+                queue_s,
+                bound,
+                fit: match fit {
+                    0 => Fit::Unfit("is gone".into()),
+                    1 => Fit::Strained("is hot".into()),
+                    _ => Fit::Well,
+                },
+                ..candidate("x", running, there)
+            });
+            let Some(made) = place(all[which], drifted, request(9000), boxes.collect(), turn) else { return Ok(()) };
+            let written = serde_json::to_string(&made.basis).unwrap();
+            let read: Basis = serde_json::from_str(&written).unwrap();
+            // Which of two prices was compared is told by the reason, or does not matter: there was one box.
+            let plain = read.reason == Reason::Plain;
+            let again = place(read.strategy, plain, read.request, read.boxes, read.turn).unwrap();
+            proptest::prop_assert_eq!((again.basis.chosen, again.basis.reason), (made.basis.chosen, made.basis.reason));
+            proptest::prop_assert_eq!(again.why, made.why);
+        }
+    }
 }

@@ -62,6 +62,8 @@ pub struct Note {
     /// How fast it is, and how rows come to it, as it has learned.
     pub speeds: Option<Speeds>,
     pub links: Option<Links>,
+    /// What it foretells has parted from what happens: its speeds are not to be used.
+    pub drifted: bool,
     /// Of these, those that each other node passed on to it.
     pub from: BTreeMap<String, u32>,
     /// Hashes of the prefixes it computed last, the oldest first.
@@ -328,6 +330,13 @@ impl Shared {
         state.book.has_drifted().then(|| state.book.residual())
     }
 
+    /// Some node's speeds are not to be used: prices are compared, so that one wrong one spoils all.
+    pub fn distrusts(&self) -> bool {
+        let state = self.state.lock();
+        let told = |peer: &Peer| peer.connected && peer.note.as_ref().is_some_and(|note| note.drifted);
+        state.book.has_drifted() || state.peers.values().any(told)
+    }
+
     pub fn learn(&self, node: &str, marks: &[Mark], session: Option<Mark>) {
         let mut state = self.state.lock();
         let hashes = marks.iter().copied().chain(session).map(|mark| mark.hash);
@@ -378,6 +387,7 @@ impl Shared {
             .map(|mut peer| {
                 if let Some(note) = &mut peer.note {
                     note.models.truncate(MODELS_MAX);
+                    note.speeds = note.speeds.map(Speeds::sane);
                 }
                 (peer.name.clone(), peer)
             })
@@ -402,6 +412,7 @@ impl Shared {
             queue_s: state.book.queue_s(&self.name, now),
             speeds: Some(state.book.speeds()),
             links: Some(state.book.links()),
+            drifted: state.book.has_drifted(),
             from: state.from.clone(),
             recent: state.recent.iter().copied().collect(),
         }
@@ -560,5 +571,52 @@ impl Shared {
     /// A name for where a forwarded request came from: labels and counts stay bounded by the nodes there are.
     pub fn known_peer(self: &Arc<Self>, name: &str) -> String {
         if self.state.lock().peers.contains_key(name) { name.to_owned() } else { "peer".to_owned() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shared() -> Shared {
+        Shared::new("a".into(), 9, Clock::sim(), &Meter::new())
+    }
+
+    fn peer(note: Note) -> Peer {
+        Peer { name: "b".into(), connected: true, note: Some(Note { ready: true, ..note }) }
+    }
+
+    #[test]
+    fn a_note_of_an_older_version_says_nothing_of_speeds_and_is_understood() {
+        let note: Note =
+            serde_json::from_str(r#"{"ready":true,"in_flight":3,"from":{"a":1},"x":1}"#).unwrap();
+        assert_eq!((note.in_flight, note.speeds, note.drifted, note.queue_s), (3, None, false, 0.0));
+        let told = shared().note();
+        let read: Note = serde_json::from_str(&serde_json::to_string(&told).unwrap()).unwrap();
+        assert_eq!((read.speeds, read.links, read.drifted), (told.speeds, told.links, false));
+    }
+
+    #[test]
+    fn while_another_nodes_speeds_lead_astray_nobodys_are_used() {
+        let shared = shared();
+        let told = |drifted, connected| {
+            shared.set_peers(vec![Peer { connected, ..peer(Note { drifted, ..Note::default() }) }]);
+            shared.distrusts()
+        };
+        assert_eq!([told(false, true), told(true, true), told(true, false)], [false, true, false]);
+        assert!(shared.drift().is_none(), "it is the other one's fault to tell");
+    }
+
+    #[test]
+    fn speeds_that_nothing_can_have_are_not_taken_from_another_node() {
+        let shared = shared();
+        let ask = Ask::bare(super::super::ask::Endpoint::Models);
+        let request = Request { tokens: 9000, approximate: false, output: 100.0, compacted: false };
+        let odd = Speeds { rho: -5.0, a2: -1.0, s0: -1e9, kappa: -3.0, eviction: -1.0 };
+        shared.set_peers(vec![peer(Note { speeds: Some(odd), ..Note::default() })]);
+        let boxes = shared.candidates(&ask, &request, None);
+        let other = boxes.iter().find(|candidate| candidate.node == "b").unwrap();
+        let terms = super::super::price::price(&request, other).unwrap();
+        assert!(terms.total_s > 0.0 && terms.decode_s > 0.0 && terms.eviction_s >= 0.0, "{terms:?}");
     }
 }

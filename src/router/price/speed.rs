@@ -49,6 +49,25 @@ impl Speeds {
         if requests < 1.0 { 0.0 } else { self.s0 * (1.0 + self.kappa * (requests - 1.0)) }
     }
 
+    /// As another node says, within what any box can be: its word is used in prices, and one below nothing would
+    /// draw every request there.
+    #[must_use]
+    pub fn sane(self) -> Self {
+        let prior = Self::default();
+        // What is no number is taken for what is assumed.
+        let within = |said: f64, least: f64, most: f64, else_: f64| match said.is_nan() {
+            true => else_,
+            false => said.clamp(least, most),
+        };
+        Self {
+            rho: within(self.rho, 1.0, 1e7, prior.rho),
+            a2: within(self.a2, 0.0, 1e-3, prior.a2),
+            s0: within(self.s0, 1e-5, 60.0, prior.s0),
+            kappa: within(self.kappa, 0.0, 1.0, prior.kappa),
+            eviction: within(self.eviction, 0.0, 1.0, prior.eviction),
+        }
+    }
+
     /// The same box with its clock at this share of what it was.
     #[must_use]
     pub fn at_clock(&self, share: f64) -> Self {
@@ -277,6 +296,14 @@ mod tests {
             learner.on_decode(Decode { tokens: 100, running: b + 1.0, seconds });
         }
         learner
+    }
+
+    #[test]
+    fn what_another_node_says_is_kept_within_what_a_box_can_be() {
+        let usual = Speeds { rho: 900.0, a2: 1e-8, s0: 0.11, kappa: 0.05, eviction: 0.2 };
+        assert_eq!(usual.sane(), usual);
+        let odd = Speeds { rho: f64::NAN, a2: f64::INFINITY, s0: -1.0, kappa: 9.0, eviction: -1.0 }.sane();
+        assert_eq!((odd.rho, odd.a2, odd.s0, odd.kappa, odd.eviction), (1700.0, 1e-3, 1e-5, 1.0, 0.0));
     }
 
     #[test]
