@@ -52,6 +52,7 @@ fn an_operator_looks_verifies_pins_and_drops() {
     node.await_stored();
 
     looks(&node, &short, &long);
+    explains(&node, &long);
     pins(&node, &long);
     refuses(&node);
     finds_rot(&node);
@@ -152,6 +153,35 @@ fn an_owner_is_forgotten_on_every_box_and_one_that_is_away_is_named() {
     assert_eq!((&gone["keys"], &gone["others"][0]["node"]), (&json!(1), &json!("b")), "{gone}");
     assert!(gone["others"][0]["trouble"].as_str().unwrap().contains("not connected"), "{gone}");
     a.stop();
+}
+
+/// Why a request went where it went, in words and in figures.
+fn explains(node: &Node, id: &str) {
+    let explain = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_spark-kv"));
+        command.arg("explain").args(words).arg("--root").arg(&node.root).output().unwrap()
+    };
+    let text = String::from_utf8(explain(&[id]).stdout).unwrap();
+    for part in [
+        "a serves it: the client asks for it",
+        "tokens to compute",
+        "price in seconds",
+        "foretold: ",
+        "it was:",
+    ] {
+        assert!(text.contains(part), "no `{part}` in {text}");
+    }
+    let out: Value = serde_json::from_slice(&explain(&[id, "--json"]).stdout).unwrap();
+    let (decision, prompt) = (&out["decision"], out["prompt_tokens"].as_u64().unwrap());
+    assert_eq!((&decision["boxes"][0]["node"], &decision["reason"]), (&json!("a"), &json!("bound")), "{out}");
+    // The mock's tokenizer is not ours to know: it is an estimate, and of the right size.
+    let tokens = decision["request"]["tokens"].as_u64().unwrap();
+    assert!(
+        decision["request"]["approximate"] == true && tokens > prompt / 3 && tokens < prompt * 3,
+        "{out}"
+    );
+    let lost = explain(&["nobody"]);
+    assert_eq!(lost.status.code(), Some(2), "{}", String::from_utf8_lossy(&lost.stderr));
 }
 
 fn looks(node: &Node, short: &str, long: &str) {

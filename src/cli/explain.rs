@@ -39,7 +39,7 @@ pub(super) fn run(explain: &Explain) -> anyhow::Result<Exit> {
     match &request.decision {
         None => out.line("there was nothing to decide")?,
         Some(decision) => {
-            let basis: Basis = serde_json::from_value(decision.clone()).map_err(|error| odd(&error))?;
+            let basis: Basis = decision.read().map_err(|error| odd(&error))?;
             for line in table(&basis) {
                 out.line(&line)?;
             }

@@ -16,7 +16,7 @@ use crate::base::fault::{Code, Fault};
 use crate::cluster::{Member, MemberState};
 use crate::engine::{self, Finger, Pulse};
 use crate::observe::health::{Health, HealthFacts, PeerFacts};
-use crate::observe::requests::Request;
+use crate::observe::requests::{Request, Written};
 use crate::observe::state::{CacheState, EngineState, NodeView, PeerView, State, Tier};
 use crate::router::{self, Note, Peer};
 use crate::tasks::Kind;
@@ -147,7 +147,7 @@ fn entry(outcome: router::Outcome) -> Request {
         completion_tokens: tokens(usage.completion_tokens),
         broken: outcome.end == router::End::Broken,
         why: outcome.why,
-        decision: outcome.basis.and_then(|basis| serde_json::to_value(&*basis).ok()),
+        decision: outcome.basis.and_then(|basis| Written::of(&*basis)),
         foreseen_tokens: foreseen.as_ref().map(|foreseen| foreseen.tokens),
         foreseen_cached: reach.map(|reach| reach.all),
         unforeseen,

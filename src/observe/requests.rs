@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use super::clip;
 use crate::base::frame::Sources;
@@ -46,7 +47,7 @@ pub struct Request {
     /// Why it went to that node, in a sentence.
     pub why: String,
     /// What the decision was made of: each box as it was, and the terms of its price.
-    pub decision: Option<serde_json::Value>,
+    pub decision: Option<Written>,
     /// What was foreseen: the prompt's tokens, and how many of them drive and peer would bring.
     pub foreseen_tokens: Option<u32>,
     pub foreseen_cached: Option<u32>,
@@ -54,6 +55,30 @@ pub struct Request {
     pub unforeseen: Option<String>,
     /// Where the prompt's tokens came from. Filled by the ledger.
     pub sources: Option<Sources>,
+}
+
+/// JSON as it was written: a record is kept for every request and read for few, so it is not taken apart.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Written(Box<RawValue>);
+
+impl Written {
+    /// None: it has no form as JSON.
+    pub fn of(what: &impl Serialize) -> Option<Self> {
+        serde_json::value::to_raw_value(what).ok().map(Self)
+    }
+
+    /// # Errors
+    /// When it is something else.
+    pub fn read<'a, T: Deserialize<'a>>(&'a self) -> serde_json::Result<T> {
+        serde_json::from_str(self.0.get())
+    }
+}
+
+impl PartialEq for Written {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.get() == other.0.get()
+    }
 }
 
 /// What the router hands in is a request without sources.

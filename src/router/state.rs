@@ -455,8 +455,7 @@ impl Shared {
             let note = peer.note.as_ref();
             let models = note.map_or(&[][..], |note| &note.models);
             let running = peer.load(own, state.book.running(&peer.name));
-            // Its word is as old as its last heartbeat; what went there from here is exact.
-            let queue_s = state.book.queue_s(&peer.name, now).max(note.map_or(0.0, |note| note.queue_s));
+            let queue_s = state.book.queue_s(&peer.name, now) + peer.queue_of_others_s(own);
             let mut one = candidate(&peer.name, peer.fit(), models, running, queue_s);
             one.speeds = note.and_then(|note| note.speeds).unwrap_or(one.speeds);
             one.links = note.and_then(|note| note.links).unwrap_or(one.links);
@@ -567,6 +566,17 @@ impl Peer {
     }
 }
 
+impl Peer {
+    /// Seconds of its queue that others than `own` have made: what it said, less our share of its requests. Our own
+    /// prompts are known exactly; its word is as old as the heartbeat.
+    fn queue_of_others_s(&self, own: &str) -> f64 {
+        let Some(note) = &self.note else { return 0.0 };
+        let ours = note.from.get(own).copied().unwrap_or(0);
+        let share = f64::from(ours) / f64::from(note.in_flight.max(1));
+        (note.queue_s * (1.0 - share)).max(0.0)
+    }
+}
+
 impl Shared {
     /// A name for where a forwarded request came from: labels and counts stay bounded by the nodes there are.
     pub fn known_peer(self: &Arc<Self>, name: &str) -> String {
@@ -594,6 +604,16 @@ mod tests {
         let told = shared().note();
         let read: Note = serde_json::from_str(&serde_json::to_string(&told).unwrap()).unwrap();
         assert_eq!((read.speeds, read.links, read.drifted), (told.speeds, told.links, false));
+    }
+
+    #[test]
+    fn of_another_nodes_queue_what_went_there_from_here_is_not_counted_twice() {
+        let said = |in_flight, ours, queue_s| {
+            let from = BTreeMap::from([("a".to_owned(), ours)]);
+            peer(Note { in_flight, from, queue_s, ..Note::default() }).queue_of_others_s("a")
+        };
+        assert_eq!([said(4, 1, 8.0), said(2, 2, 8.0), said(0, 0, 8.0)], [6.0, 0.0, 8.0]);
+        assert_eq!(said(1, 3, 8.0), 0.0, "never below nothing");
     }
 
     #[test]
