@@ -185,6 +185,11 @@ impl Book {
         self.learner.speeds().at_clock(self.clock)
     }
 
+    /// Nothing before this box has shown what it can.
+    pub fn learned(&self) -> Option<Speeds> {
+        self.learner.is_taught().then(|| self.speeds())
+    }
+
     pub fn links(&self) -> Links {
         self.links
     }

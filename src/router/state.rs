@@ -410,7 +410,7 @@ impl Shared {
             models: state.own.models.clone(),
             in_flight: state.book.running(&self.name),
             queue_s: state.book.queue_s(&self.name, now),
-            speeds: Some(state.book.speeds()),
+            speeds: state.book.learned(),
             links: Some(state.book.links()),
             drifted: state.book.has_drifted(),
             from: state.from.clone(),
@@ -426,6 +426,10 @@ impl Shared {
         let guesses = state.guesses(ask, request);
         let anywhere = guesses.values().copied().max().unwrap_or(0);
         let own_links = state.book.links();
+        // A box that has shown nothing yet is taken for one like those that have: with speeds that are only assumed it
+        // would look slower or faster than they are, and might never be asked.
+        let told = state.peers.values().find_map(|peer| peer.note.as_ref()?.speeds);
+        let own_speeds = state.book.learned().or(told).unwrap_or_else(|| state.book.speeds());
         let candidate = |node: &str, fit: Fit, models: &[String], running: u32, queue_s: f64| {
             let serves = models.is_empty() || ask.model.as_ref().is_none_or(|model| models.contains(model));
             let guess = guesses.get(node).copied().unwrap_or(0);
@@ -442,7 +446,7 @@ impl Shared {
                 fit: if serves { fit } else { Fit::Unfit("it does not serve this model".into()) },
                 running,
                 queue_s,
-                speeds: state.book.speeds(),
+                speeds: own_speeds,
                 links: own_links,
                 reach,
                 bound: session.is_some_and(|mark| state.known.get(node).is_some_and(|known| known.has(mark))),
@@ -604,6 +608,22 @@ mod tests {
         let told = shared().note();
         let read: Note = serde_json::from_str(&serde_json::to_string(&told).unwrap()).unwrap();
         assert_eq!((read.speeds, read.links, read.drifted), (told.speeds, told.links, false));
+        assert_eq!(told.speeds, None, "it has shown nothing yet");
+    }
+
+    #[test]
+    fn a_box_that_has_shown_nothing_is_taken_for_one_like_the_others() {
+        let shared = shared();
+        let ask = Ask::bare(super::super::ask::Endpoint::Models);
+        let request = Request { tokens: 9000, approximate: false, output: 100.0, compacted: false };
+        let fast = Speeds { rho: 9000.0, ..Speeds::default() };
+        shared.set_peers(vec![peer(Note { speeds: Some(fast), ..Note::default() })]);
+        let speeds = |boxes: Vec<Candidate>| boxes.into_iter().map(|one| one.speeds.rho).collect::<Vec<_>>();
+        assert_eq!(speeds(shared.candidates(&ask, &request, None)), [9000.0, 9000.0]);
+        shared.set_peers(vec![peer(Note::default())]);
+        let assumed = Speeds::default().rho;
+        let both = speeds(shared.candidates(&ask, &request, None));
+        assert!(both.iter().all(|rho| (rho - assumed).abs() < 1e-6), "{both:?}");
     }
 
     #[test]

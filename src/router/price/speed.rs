@@ -183,6 +183,7 @@ pub struct Learner {
     linear: Fitting<1>,
     decode: Fitting<2>,
     prefills: u32,
+    decodes: u32,
     /// Seen less foretold, as a share of seen, and its size.
     bias: f64,
     error: f64,
@@ -199,6 +200,7 @@ impl Learner {
             linear: Fitting::new([per_token], [per_token]),
             decode: Fitting::new([prior.s0, prior.s0 * prior.kappa], [prior.s0, prior.s0]),
             prefills: 0,
+            decodes: 0,
             bias: 0.0,
             error: 0.0,
             residuals: 0,
@@ -227,6 +229,7 @@ impl Learner {
             return;
         }
         self.decode.learn([1.0, running - 1.0], seconds / tokens as f64);
+        self.decodes += 1;
     }
 
     /// A first token came after `seen` seconds, and `foretold` had been said.
@@ -261,6 +264,11 @@ impl Learner {
             kappa: (more / s0).clamp(0.0, 1.0),
             eviction: prior.eviction,
         }
+    }
+
+    /// Whether enough was seen to say how fast this box is.
+    pub fn is_taught(&self) -> bool {
+        self.prefills >= TAUGHT && self.decodes >= TAUGHT
     }
 
     /// Seen less foretold as a share of seen, on average, and how large it is either way.
@@ -309,6 +317,7 @@ mod tests {
     #[test]
     fn a_box_teaches_its_own_speeds() {
         let real = Speeds { rho: 900.0, a2: 1e-8, s0: 0.11, kappa: 0.05, eviction: 0.2 };
+        assert!(!taught(real, TAUGHT - 1).is_taught() && taught(real, TAUGHT).is_taught());
         let learned = taught(real, 60).speeds();
         let near =
             |a: f64, b: f64, within: f64| assert!((a / b - 1.0).abs() < within, "{a} for {b}: {learned:?}");
