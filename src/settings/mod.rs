@@ -134,9 +134,9 @@ pub struct Store {
     pub ttl_days: u32,
     /// Seal new rows with AES-256-GCM, each under a key of the API key that its request came with and of its namespace;
     /// `spark-kv store forget --key NAME` destroys a key. Rows that are held stay as they are. Keys lie in
-    /// `state/store-keys`. Default true: on a drive of 1.6 to 1.9 GB/s and two cores it costs 2 % of reading and up to
-    /// 14 % of writing rows of 1 MiB, and nothing that could be told from noise with larger ones; `spark-kv bench store`
-    /// measures it (docs/speed.md).
+    /// `state/store-keys`. Default true: on a drive of 1.3 to 1.6 GB/s and two cores reading keeps 0.96 to 1.04 of its
+    /// speed and writing gains (docs/speed.md); a drive several times as fast waits for the processor, which
+    /// `spark-kv bench store` measures.
     pub encrypt: bool,
 }
 
