@@ -184,6 +184,44 @@ fn explains(node: &Node, id: &str) {
     assert_eq!(lost.status.code(), Some(2), "{}", String::from_utf8_lossy(&lost.stderr));
 }
 
+/// One turn of a conversation that goes on, under a system prompt that may tell the time.
+fn turn(node: &Node, clock: &str, turns: usize) -> Answer {
+    let system = format!("You help.\nIt is {clock}.\n{}", words(5, 600));
+    let mut messages = vec![json!({"role": "system", "content": system})];
+    messages.extend((0..turns).map(|n| json!({"role": "user", "content": words(n as u64, 300)})));
+    let body = json!({"model": "mock", "messages": messages, "max_tokens": 2, "prompt_cache_key": "mine"});
+    let answer = post(node, "/v1/chat/completions", &body);
+    assert_eq!(answer.code, 200, "{answer:?}");
+    answer
+}
+
+#[test]
+fn a_turn_that_was_computed_again_is_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = Spec { name: "a", profile: "cpu-tiny", settings: SETTINGS, join: None, mutant: None };
+    let mut node = Node::start(folder.path(), &spec);
+    node.await_ready(PATIENCE);
+    turn(&node, "10:22", 2);
+    node.await_stored();
+    let goes_on = turn(&node, "10:22", 3);
+    assert!(goes_on.cached_tokens() > 1000, "{goes_on:?}");
+    assert_eq!(node.request(&goes_on.id)["miss"], Value::Null, "nothing was computed again");
+
+    let again = turn(&node, "10:23", 4);
+    let miss = &node.request(&again.id)["miss"];
+    assert_eq!(miss["cause"], "text_varies", "{miss}");
+    let lost = goes_on.prompt_tokens() - again.cached_tokens();
+    assert_eq!(miss["tokens"].as_u64(), Some(lost), "{miss}");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_spark-kv"));
+    let out = command.arg("explain").args([&again.id, "--root"]).arg(&node.root).output().unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(text.contains("missed: the system prompt is not what it was"), "{text}");
+    assert!(text.contains("what to do: take what changes out of it"), "{text}");
+    assert_eq!(node.metric("sparkkv_missed_turns_total{cause=\"text_varies\"}"), 1.0);
+    assert_eq!(node.metric("sparkkv_missed_turns_total{cause=\"gone\"}"), 0.0);
+    node.stop();
+}
+
 fn looks(node: &Node, short: &str, long: &str) {
     let ls = told(node, &["ls"], 0);
     let rows = ls["rows"].as_u64().unwrap();

@@ -385,7 +385,8 @@ function showRequest(tr, r, now) {
   const tokens = r.completion_tokens == null ? "" : `${count(r.completion_tokens)} tokens`;
   cell("answer", r.broken ? "broke off" : r.status === 499 ? "client left" : failed ? `failed, ${r.status}` : tokens || "done");
   attr(tr.querySelector(".answer"), "title", `status ${r.status}, ${millis(r.duration_ms)} in all`);
-  cell("why", r.why);
+  cell("why", r.miss ? `${r.why} Computed again: ${r.miss.why}.` : r.why);
+  attr(tr.querySelector(".why"), "title", r.miss ? `What to do: ${r.miss.advice}` : "");
 }
 
 function curl(node) {

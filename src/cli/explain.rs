@@ -48,6 +48,10 @@ pub(super) fn run(explain: &Explain) -> anyhow::Result<Exit> {
             }
         }
     }
+    if let Some(miss) = &request.miss {
+        out.line(&out.tint(Tint::Bold, &format!("missed: {}", clean(&miss.why))))?;
+        out.line(&format!("what to do: {}", clean(&miss.advice)))?;
+    }
     out.done()?;
     Ok(Exit::Done)
 }

@@ -8,6 +8,7 @@
 mod exact;
 mod gate;
 mod invite;
+mod misses;
 mod pace;
 mod picture;
 mod rails;
@@ -331,7 +332,8 @@ fn serve(
 ) -> Result<(), Error> {
     let tasks = &parts.tasks;
     tasks.spawn(Kind::Owner, "gate", gate::run(parts.clone(), judge));
-    tasks.spawn(Kind::Owner, "ledger", picture::keep_ledger(parts.clone()));
+    let misses = misses::Misses::new(&meter);
+    tasks.spawn(Kind::Owner, "ledger", picture::keep_ledger(parts.clone(), misses));
     let pulse = picture::watch_pulse(parts);
     let painted = picture::paint(parts, pulse.clone());
     tasks.spawn(Kind::Chore, "invitation", invite::keep(parts.clone()));

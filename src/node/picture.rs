@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::sync::{broadcast::error::RecvError, watch};
 
 use super::Parts;
+use super::misses::Misses;
 use super::pace::Pace;
 use crate::api::admin::Picture;
 use crate::base::block::Space;
@@ -62,7 +63,7 @@ pub fn watch_pulse(parts: &Parts) -> watch::Receiver<Beat> {
 }
 
 /// Writes down every request and where its tokens came from, and learns the engine's pace in passing.
-pub async fn keep_ledger(parts: Parts) {
+pub async fn keep_ledger(parts: Parts, mut misses: Misses) {
     let (mut outcomes, mut reports) = (parts.router.outcomes(), parts.door.reports());
     let stopping = parts.tasks.stopping();
     let mut pace = Pace::new(parts.settings.engine.prefill_tokens_per_s);
@@ -77,7 +78,8 @@ pub async fn keep_ledger(parts: Parts) {
                     // Polls of the model list would push real requests out of a bounded ledger.
                     if outcome.endpoint.generates() {
                         let engine_id = outcome.engine_id.clone();
-                        parts.ledger.lock().add_known(entry(outcome), &engine_id);
+                        let miss = misses.look(&parts, &outcome).await;
+                        parts.ledger.lock().add_known(Request { miss, ..entry(outcome) }, &engine_id);
                     }
                 }
                 Err(RecvError::Lagged(missed)) => tracing::warn!(missed, "the ledger fell behind: requests are missing in it"),
@@ -151,6 +153,7 @@ fn entry(outcome: router::Outcome) -> Request {
         foreseen_tokens: foreseen.as_ref().map(|foreseen| foreseen.tokens),
         foreseen_cached: reach.map(|reach| reach.all),
         unforeseen,
+        miss: None,
         sources: None,
     }
 }

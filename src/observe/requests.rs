@@ -53,8 +53,24 @@ pub struct Request {
     pub foreseen_cached: Option<u32>,
     /// Why nothing was foreseen, where there is a reason.
     pub unforeseen: Option<String>,
+    /// Why a prompt that was there before was computed again. None: it was not, or it is not known.
+    pub miss: Option<Missed>,
     /// Where the prompt's tokens came from. Filled by the ledger.
     pub sources: Option<Sources>,
+}
+
+/// Why a turn of a conversation was computed again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Missed {
+    /// A word for programs.
+    pub cause: String,
+    /// Tokens that were computed again.
+    pub tokens: u32,
+    /// In a sentence.
+    pub why: String,
+    /// What to do about it.
+    pub advice: String,
 }
 
 /// JSON as it was written: a record is kept for every request and read for few, so it is not taken apart.

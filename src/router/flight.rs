@@ -71,6 +71,12 @@ pub struct Outcome {
     /// What the decision was made of. None: there was none to make.
     #[serde(skip)]
     pub basis: Option<Arc<Basis>>,
+    /// The body of a prompt, as the engine got it.
+    #[serde(skip)]
+    pub body: Option<Bytes>,
+    /// What the client calls the conversation, hashed.
+    #[serde(skip)]
+    pub session: Option<u64>,
 }
 
 /// The guard.
@@ -136,6 +142,8 @@ impl Flight {
                 retries: 0,
                 why: String::new(),
                 basis: None,
+                body: None,
+                session: None,
             },
         })
     }
@@ -182,6 +190,7 @@ impl Flight {
         self.out.prompt_bytes = ask.prompt_bytes;
         self.prefix.clone_from(&ask.prefix);
         self.session = ask.session.as_deref().map(prefix::session);
+        self.out.session = self.session.map(|mark| mark.hash);
         if let (Endpoint::Responses, Some(id)) = (ask.endpoint, &ask.request_id) {
             self.out.engine_id.clone_from(id);
         }
@@ -193,9 +202,11 @@ impl Flight {
 
     /// What its prompt holds is found out from now on.
     pub(super) fn look_ahead(&mut self, body: &Bytes) {
-        if self.out.endpoint.generates()
-            && let Some(foresee) = self.shared.foresee.get()
-        {
+        if !self.out.endpoint.generates() {
+            return;
+        }
+        self.out.body = Some(body.clone());
+        if let Some(foresee) = self.shared.foresee.get() {
             self.looking = (foresee.0)(self.out.endpoint, body);
         }
     }

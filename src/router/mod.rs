@@ -4,7 +4,8 @@
 //! cost in seconds, `policy` decides, `book` keeps what is in flight and learns from it, `splice` changes the few bytes
 //! that have to change: all pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them;
 //! `foresee` waits for that before a request is placed. `relay` carries the bytes, `flight` and `passage` count a
-//! request until the last byte of its answer, `state` holds what they share.
+//! request until the last byte of its answer, `state` holds what they share. `miss` says afterwards why a turn was
+//! computed again.
 //!
 //! Promises: bytes pass unchanged both ways. A client that goes away ends the work upstream at once. A request is
 //! tried on a second node at most once, and only while nothing of an answer has been passed on: when the first
@@ -17,6 +18,7 @@ mod catalog;
 pub mod chain;
 mod flight;
 mod foresee;
+mod miss;
 mod owners;
 mod passage;
 mod policy;
@@ -46,6 +48,7 @@ pub use ask::{Ask, Endpoint};
 pub use chain::Reach;
 pub use flight::{End, Flight, HUNG_UP, Outcome};
 pub use foresee::{Foresee, Foreseen, Known, Looking, Slot};
+pub use miss::{Cause, Conversations, Miss, Outline, Turn};
 pub use passage::Passage;
 pub use policy::{Basis, Candidate, Decision, Fit, Reason, Request, Terms};
 pub use prefix::Mark;

@@ -93,6 +93,11 @@ fn mix(state: u64, bytes: &[u8]) -> u64 {
     fold(state, ODD)
 }
 
+/// The hash of a text on its own.
+pub fn hash(text: &[u8]) -> u64 {
+    mix(0, text)
+}
+
 /// The mark of a session's name, in the same history as those of prompts.
 pub fn session(name: &str) -> Mark {
     Mark { hash: mix(u64::MAX, name.as_bytes()), bytes: 0 }

@@ -25,6 +25,7 @@ use std::borrow::Cow;
 use parking_lot::Mutex;
 
 pub use args::Options;
+pub use json::{Json, Map};
 pub use pieces::Step;
 pub use template::Now;
 pub use trust::{Proof, Trust, difference};
@@ -34,7 +35,6 @@ use super::chain::{Chain, Extra, Reach};
 use crate::base::block::RowKey;
 use chat::Chat;
 use folder::Templates;
-use json::Json;
 use pieces::{Ids, Looked, Pieces};
 use trail::Trail;
 
