@@ -41,6 +41,19 @@ fn help_lists_what_a_person_needs_and_hides_the_rest() {
 }
 
 #[test]
+fn help_of_the_mock_engine_is_its_own() {
+    let out = run(&["mock-engine", "--help"], &[]);
+    let help = text(&out.stdout);
+    assert_eq!(out.status.code(), Some(0), "{help}");
+    for word in ["Usage: spark-kv mock-engine", "--kv-events-config", "gb10-nano", "/mock/faults"] {
+        assert!(help.contains(word), "{word}: {help}");
+    }
+    let out = run(&["mock-engine", "--prot", "1"], &[]);
+    assert_eq!(out.status.code(), Some(64));
+    assert!(text(&out.stderr).contains("--port"), "{}", text(&out.stderr));
+}
+
+#[test]
 fn help_of_up_warns_that_arguments_are_visible() {
     let help = text(&run(&["up", "--help"], &[]).stdout);
     for word in ["--profile", "--root", "--port-base", "--join", "--name", "--config", "--set"] {

@@ -237,6 +237,34 @@ fn every_endpoint_answers(a: &Node) {
 }
 
 /// How it stands with exact tokens, once that is settled.
+/// What the engine says of its device is what it has there: with nothing on the device all is on the drive.
+fn device_is_heard(node: &Node, prompt: &str) {
+    let reach = |id: &str| node.request(id)["decision"]["boxes"][0]["reach"].clone();
+    let asked = |prompt: &str| {
+        let body = json!({"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0});
+        let answer = place(node, "/v1/completions", &body);
+        assert_eq!(answer.code, 200, "{answer:?}");
+        answer
+    };
+    let third = asked(prompt);
+    let whole = (third.prompt_tokens() - 1) / BLOCK * BLOCK;
+    assert_eq!((third.cached_tokens(), &reach(&third.id)["device"]), (whole, &json!(whole)), "{third:?}");
+    let longer = asked(&format!("{prompt} and {}", words(93, 200)));
+    let device = reach(&longer.id)["device"].as_u64().unwrap();
+    assert!(device >= whole && device == longer.cached_tokens(), "{device} of {longer:?}");
+    assert_eq!(longer.foretold, Some(device), "{longer:?}");
+    assert_eq!(node.metric("sparkkv_events_live"), 1.0);
+    forget(node);
+    // The engine tells of it with its next step.
+    asked("who is there?");
+    let few = (whole / BLOCK) as f64 / 2.0;
+    await_some("an empty device", PATIENCE, || (node.metric("sparkkv_events_blocks") < few).then_some(()));
+    let fourth = asked(prompt);
+    let there = reach(&fourth.id);
+    assert_eq!((&there["device"], &there["own"]), (&json!(0), &json!(whole)), "{there}");
+    assert_eq!(fourth.cached_tokens(), whole);
+}
+
 fn settled_tokens(node: &Node) -> Value {
     await_some("tokens to be proved or not", PATIENCE, || {
         let tokens = node.state()?["node"]["tokens"].clone();
@@ -316,6 +344,8 @@ fn tokens_are_the_engines() {
     );
     assert_eq!(settled_tokens(&node)["exact"], true);
 
+    device_is_heard(&node, &prompt);
+
     // The engine lives on with the template it has read.
     fs::write(&template, TEMPLATE.replace("<|eos|>{% endfor", " <|eos|>{% endfor")).unwrap();
     let before = node.node_pid();
@@ -326,6 +356,8 @@ fn tokens_are_the_engines() {
     assert_eq!(differs["exact"], false, "{differs}");
     assert!(differs["why"].as_str().unwrap().contains("probe"), "{differs}");
     await_some("the alert", PATIENCE, || node.state()?.to_string().contains("tokens-differ").then_some(()));
+    await_some("the device again", PATIENCE, || (node.metric("sparkkv_events_blocks") > 5.0).then_some(()));
+    assert_eq!(node.metric("sparkkv_events_live"), 1.0, "a new node asks for everything that it missed");
     let guessed = node.request(&complete(&node, MODEL, "after all", 2).id);
     assert_eq!(guessed["foreseen_tokens"], Value::Null, "{guessed}");
     assert!(guessed["unforeseen"].as_str().unwrap().contains("probe"), "{guessed}");

@@ -31,10 +31,11 @@ pub enum Code {
     RailErrors,
     TokensDiffer,
     RouterDrift,
+    CacheDiffers,
 }
 
 impl Code {
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::EngineDown,
         Self::EngineCrashLoop,
         Self::EngineStuck,
@@ -57,6 +58,7 @@ impl Code {
         Self::RailErrors,
         Self::TokensDiffer,
         Self::RouterDrift,
+        Self::CacheDiffers,
     ];
 
     /// What to do, in one sentence.
@@ -116,6 +118,9 @@ impl Code {
             }
             Self::RouterDrift => {
                 "requests are placed by how much each box has to do until speeds are learned anew; if it stays, look for what slows this box down: `spark-kv status`, its clock, other programs"
+            }
+            Self::CacheDiffers => {
+                "requests are answered rightly, and placed by an index that is wrong: the cause says what differs; restart the engine, and please report it when it returns"
             }
             Self::RailErrors => {
                 "make the MTU equal on both ends, then try another cable; `spark-kv rails` measures what it costs"

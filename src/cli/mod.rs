@@ -75,7 +75,7 @@ enum Verb {
     #[command(hide = true)]
     Guard(Words),
     /// An engine without a model, for load, demos and faults; `up` starts it.
-    #[command(hide = true)]
+    #[command(hide = true, disable_help_flag = true)]
     MockEngine(Words),
 }
 
@@ -279,20 +279,20 @@ fn flag(name: &str, key: &str, text: &str) -> Flag {
     Flag { name: name.to_owned(), key: key.to_owned(), text: text.to_owned() }
 }
 
+/// Help and version are what was asked for; the rest is a mistake in the arguments.
+fn told_by_clap(error: &clap::Error) -> Exit {
+    match error.print() {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Exit::Failed,
+        _ if error.use_stderr() => Exit::Usage,
+        _ => Exit::Done,
+    }
+}
+
 /// The whole program.
 pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
     let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
-        Err(error) => {
-            // Help and version are what was asked for; the rest is a mistake in the arguments.
-            let asked = !error.use_stderr();
-            let told = error.print();
-            return match told {
-                Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Exit::Failed,
-                _ if asked => Exit::Done,
-                _ => Exit::Usage,
-            };
-        }
+        Err(error) => return told_by_clap(&error),
     };
     let outcome = match cli.verb {
         Verb::Up(start) => run::up(start),

@@ -116,7 +116,10 @@ pub(super) fn guard(words: &[OsString]) -> anyhow::Result<Exit> {
 }
 
 pub(super) fn mock_engine(words: Vec<OsString>) -> anyhow::Result<Exit> {
-    let options = mock::Options::try_parse_from(words)?;
+    let options = match mock::Options::try_parse_from(words) {
+        Ok(options) => options,
+        Err(error) => return Ok(super::told_by_clap(&error)),
+    };
     log_to_stderr(&settings::Log::default());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(mock::run(options))?;

@@ -37,8 +37,9 @@ pub struct Facts<'a> {
     pub port: u16,
     /// The plugin's socket at the node.
     pub socket: &'a Path,
-    /// Socket file of the engine's cache events.
+    /// Socket files of the engine's cache events, and of those that were missed.
     pub events: &'a Path,
+    pub replay: &'a Path,
     /// Folder that holds the plugin's module.
     pub plugin: &'a Path,
     /// Working folder of the engine.
@@ -84,6 +85,7 @@ fn events(f: &Facts<'_>) -> serde_json::Value {
         "enable_kv_cache_events": true,
         "publisher": "zmq",
         "endpoint": format!("ipc://{}", f.events.display()),
+        "replay_endpoint": format!("ipc://{}", f.replay.display()),
         "topic": "kv",
     })
 }
@@ -143,6 +145,7 @@ fn mock(f: &Facts<'_>) -> Launch {
         ("--engine-id", f.engine_id.to_owned()),
         ("--served-name", f.served_name.to_owned()),
         ("--root", text(f.folder)),
+        ("--kv-events-config", events(f).to_string()),
     ] {
         args.extend([name.to_owned(), value]);
     }
@@ -190,6 +193,7 @@ mod tests {
             port: 8001,
             socket: Path::new("/r/run/engine.sock"),
             events: Path::new("/r/run/events.sock"),
+            replay: Path::new("/r/run/replay.sock"),
             plugin: Path::new("/r/run/plugin"),
             folder: Path::new("/r/run"),
             path: "/usr/bin",
@@ -229,7 +233,10 @@ mod tests {
             "--prefix-caching-hash-algo",
             "sha256_cbor",
             "--kv-events-config",
-            r#"{"enable_kv_cache_events":true,"endpoint":"ipc:///r/run/events.sock","publisher":"zmq","topic":"kv"}"#,
+            concat!(
+                r#"{"enable_kv_cache_events":true,"endpoint":"ipc:///r/run/events.sock","publisher":"zmq","#,
+                r#""replay_endpoint":"ipc:///r/run/replay.sock","topic":"kv"}"#
+            ),
             "--kv-transfer-config",
             concat!(
                 r#"{"engine_id":"spark-a-012345-7","kv_connector":"SparkKvConnector","#,

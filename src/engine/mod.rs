@@ -5,6 +5,7 @@
 pub mod canary;
 pub mod child;
 pub mod command;
+pub mod events;
 pub mod fingerprint;
 pub mod generation;
 pub mod guard;

@@ -210,6 +210,7 @@ impl Supervised {
         let Plan { settings, places, .. } = &self.plan;
         generation::sweep_shm(&settings.node.name, &places.state);
         let _ = std::fs::remove_file(places.engine_events());
+        let _ = std::fs::remove_file(places.engine_replay());
     }
 
     /// Writes the view when it changed.
@@ -288,6 +289,7 @@ impl Plan {
             port: Ports::of(&self.settings.listen).engine,
             socket: &self.places.engine_socket(),
             events: &self.places.engine_events(),
+            replay: &self.places.engine_replay(),
             plugin: &plugin,
             folder: &self.places.run,
             path: &path,

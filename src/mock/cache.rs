@@ -1,7 +1,7 @@
-//! The engine's two caches and what a prompt finds in them: pure.
+//! The rows shared with the node, and what a prompt finds on the device, in them and at the node: pure.
 //!
-//! The device holds so many blocks, the shared area so many rows; both keep what was used last. What a running
-//! transfer touches is pinned and is not evicted. A row that is being loaded is there but not ready.
+//! The area keeps what was used last. What a running transfer touches is pinned and is not evicted. A row that is being
+//! loaded is there but not ready.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -172,11 +172,17 @@ pub fn keys(chain: &[BlockHash], block: usize) -> (RowKey, RowKey) {
     (key(chain, block, ATTENTION), key(chain, block, STATE))
 }
 
-/// The longest usable prefix: every attention row up to it, and a state that ends there.
-pub fn plan(search: Search<'_>, device: &Lru, rows: &Lru, node: impl Fn(&RowKey) -> bool) -> Plan {
+/// The longest usable prefix: every attention row up to it, and a state that ends there. `on_device` and `node` say
+/// what is there.
+pub fn plan(
+    search: Search<'_>,
+    on_device: impl Fn(&RowKey) -> bool,
+    rows: &Lru,
+    node: impl Fn(&RowKey) -> bool,
+) -> Plan {
     let Search { chain, most, states, budget } = search;
     let place = |k: &RowKey| {
-        if device.state(k).is_some() {
+        if on_device(k) {
             Some(Place::Device)
         } else if rows.state(k).is_some() {
             Some(Place::Staging)
@@ -184,7 +190,6 @@ pub fn plan(search: Search<'_>, device: &Lru, rows: &Lru, node: impl Fn(&RowKey)
             node(k).then_some(Place::Node)
         }
     };
-    let on_device = |k: &RowKey| device.state(k).is_some();
     let held = (0..most).take_while(|&b| on_device(&keys(chain, b).0)).count();
     let usable = |&b: &usize| !states || b == 0 || on_device(&keys(chain, b - 1).1);
     let base = (0..=held).rev().find(usable).unwrap_or(0);
@@ -223,6 +228,10 @@ mod tests {
         cache.unpin(&key);
     }
 
+    fn has(cache: &Lru) -> impl Fn(&RowKey) -> bool {
+        |key| cache.state(key).is_some()
+    }
+
     #[test]
     fn the_longest_unused_goes_first_and_what_is_pinned_stays() {
         let c = chain(5);
@@ -251,14 +260,14 @@ mod tests {
         put(&mut rows, keys(&c, 3).0);
         let node = |k: &RowKey| (4..7).chain(8..10).any(|b| keys(&c, b).0 == *k);
         let search = Search { chain: &c, most: 10, states: false, budget: 100 };
-        let found = plan(search, &device, &rows, node);
+        let found = plan(search, has(&device), &rows, node);
         assert_eq!((found.device, found.reach, found.pending), (3, 7, false));
         let places: Vec<Place> = found.beyond.iter().map(|(_, _, p)| *p).collect();
         assert_eq!(places, [Place::Staging, Place::Node, Place::Node, Place::Node]);
-        assert_eq!(plan(Search { budget: 2, ..search }, &device, &rows, node).reach, 5);
-        assert_eq!(plan(Search { most: 6, ..search }, &device, &rows, node).reach, 6);
+        assert_eq!(plan(Search { budget: 2, ..search }, has(&device), &rows, node).reach, 5);
+        assert_eq!(plan(Search { most: 6, ..search }, has(&device), &rows, node).reach, 6);
         rows.insert(keys(&c, 7).0).unwrap();
-        assert!(plan(search, &device, &rows, node).pending);
+        assert!(plan(search, has(&device), &rows, node).pending);
     }
 
     #[test]
@@ -269,10 +278,10 @@ mod tests {
         put(&mut device, keys(&c, 1).1);
         let search = Search { chain: &c, most: 10, states: true, budget: 100 };
         let attention = |k: &RowKey| (5..9).any(|b| keys(&c, b).0 == *k);
-        let found = plan(search, &device, &rows, attention);
+        let found = plan(search, has(&device), &rows, attention);
         assert_eq!((found.device, found.reach), (2, 2), "without a later state only the device's counts");
         let node = |k: &RowKey| attention(k) || *k == keys(&c, 6).1;
-        let found = plan(search, &device, &rows, node);
+        let found = plan(search, has(&device), &rows, node);
         assert_eq!((found.device, found.reach), (2, 7));
         assert_eq!(found.beyond.len(), 6);
         assert_eq!(found.beyond.iter().filter(|(_, _, p)| *p == Place::Device).count(), 3);

@@ -1,6 +1,6 @@
 //! The engine's HTTP interface: the endpoints that the router, the canary and tests use.
 
-use std::convert::Infallible;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,9 +14,12 @@ use futures_util::stream;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
+use super::control;
 use super::engine::{Ask, Engine, Event};
 use super::faces::{self, About, Face, Prompt, Wanted};
+use super::faults::Answers;
 use super::model::{self, Word};
+use super::options::EventConfig;
 use crate::base::clock::unix_seconds;
 
 /// What every handler has.
@@ -24,6 +27,8 @@ use crate::base::clock::unix_seconds;
 pub struct Served {
     pub engine: Engine,
     pub name: Arc<str>,
+    /// What publishes the cache's events, as `/kv_event_sources` shows it.
+    pub events: Option<Arc<EventConfig>>,
     /// Makes ids of requests that bring none, and the tails of internal ids.
     pub serial: Arc<AtomicU64>,
 }
@@ -39,9 +44,19 @@ pub fn routes(served: Served) -> Router {
         .route("/v1/messages", post(messages))
         .route("/v1/messages/count_tokens", post(count_tokens))
         .route("/v1/responses", post(responses))
+        .route("/v1/chat/completions/render", post(render_chat))
+        .route("/v1/completions/render", post(render_completion))
         .route("/tokenize", post(tokenize))
+        .route("/kv_event_sources", get(event_sources))
+        .route("/load", get(load))
         .route("/reset_prefix_cache", post(reset))
         .route("/metrics", get(metrics))
+        // Other routers ask one of these before they take a worker.
+        .route("/get_model_info", get(model_info))
+        .route("/model_info", get(model_info))
+        .route("/get_server_info", get(model_info))
+        .route("/server_info", get(model_info))
+        .merge(control::routes())
         .layer(DefaultBodyLimit::disable())
         .with_state(served)
 }
@@ -105,7 +120,20 @@ fn ids(served: &Served, face: Face, headers: &HeaderMap, wanted: &Wanted) -> (St
     (outer, format!("{inner}-{tail:08x}"))
 }
 
+/// An error that the engine was told to answer with.
+fn ordered_error(face: Face, answers: Answers) -> Response {
+    let status = StatusCode::from_u16(answers.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = refuse(face, status, "the engine was told to answer so");
+    if let Some(seconds) = answers.retry_after_s {
+        response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+    }
+    response
+}
+
 async fn answer(served: &Served, face: Face, headers: &HeaderMap, body: &[u8]) -> Response {
+    if let Some(answers) = served.engine.faults().answer() {
+        return ordered_error(face, answers);
+    }
     let bad = |message: &str| refuse(face, StatusCode::BAD_REQUEST, message);
     let body: Value = match serde_json::from_slice(body) {
         Ok(body) => body,
@@ -147,14 +175,20 @@ async fn answer(served: &Served, face: Face, headers: &HeaderMap, body: &[u8]) -
     let max_tokens = wanted.max_tokens.unwrap_or(64).min(room);
     let events =
         served.engine.submit(Ask { id: internal, prompt, max_tokens, to_the_limit: wanted.to_the_limit });
-    if wanted.stream { streamed(about, events) } else { whole(about, events).await }
+    let cut = served.engine.faults().cut();
+    if wanted.stream { streamed(about, events, cut) } else { whole(about, events, cut).await }
 }
 
-async fn whole(mut about: About, mut events: mpsc::Receiver<Event>) -> Response {
+async fn whole(mut about: About, mut events: mpsc::Receiver<Event>, cut: Option<u64>) -> Response {
     let mut words = Vec::new();
     while let Some(event) = events.recv().await {
         match event {
             Event::Begin { cached } => about.cached_tokens = cached,
+            Event::Word(_) if cut.is_some_and(|after| words.len() as u64 >= after) => {
+                // The head is sent, and then the connection ends.
+                let body = Body::from_stream(stream::iter([Err::<Bytes, _>(broken_off())]));
+                return ([(header::CONTENT_TYPE, "application/json")], body).into_response();
+            }
             Event::Word(word) => words.push(word),
             Event::End { natural } => return axum::Json(about.whole(&words, natural)).into_response(),
         }
@@ -168,16 +202,26 @@ struct Flow {
     about: About,
     events: mpsc::Receiver<Event>,
     words: Vec<Word>,
+    /// Breaks off after so many words.
+    cut: Option<u64>,
+}
+
+fn broken_off() -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionAborted, "told to break off here")
 }
 
 impl Flow {
     /// Bytes of the next event that has some; none when the stream is over, whole or not.
-    async fn next(&mut self) -> Option<String> {
+    async fn next(&mut self) -> Option<io::Result<String>> {
         loop {
             let out = match self.events.recv().await? {
                 Event::Begin { cached } => {
                     self.about.cached_tokens = cached;
                     self.about.begin()
+                }
+                Event::Word(_) if self.cut.is_some_and(|after| self.words.len() as u64 >= after) => {
+                    self.events.close();
+                    return Some(Err(broken_off()));
                 }
                 Event::Word(word) => {
                     let out = self.about.word(&word);
@@ -187,19 +231,29 @@ impl Flow {
                 Event::End { natural } => self.about.end(&self.words, natural),
             };
             if !out.is_empty() {
-                return Some(out);
+                return Some(Ok(out));
             }
         }
     }
 }
 
-fn streamed(about: About, events: mpsc::Receiver<Event>) -> Response {
-    let flow = Flow { about, events, words: Vec::new() };
+fn streamed(about: About, events: mpsc::Receiver<Event>, cut: Option<u64>) -> Response {
+    let flow = Flow { about, events, words: Vec::new(), cut };
     let bytes = stream::unfold(flow, |mut flow| async move {
         let out = flow.next().await?;
-        Some((Ok::<_, Infallible>(Bytes::from(out)), flow))
+        if out.is_err() {
+            // What was said before the break is on its way: a server that waits flushes.
+            tokio::task::yield_now().await;
+        }
+        Some((out.map(Bytes::from), flow))
     });
     ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], Body::from_stream(bytes)).into_response()
+}
+
+/// Token ids of a body for any endpoint that has messages or a prompt.
+pub fn tokens_of(body: &Value) -> Result<Vec<u32>, String> {
+    let face = if body.get("messages").is_some() { Face::Chat } else { Face::Completion };
+    faces::prompt(face, body).map(tokens)
 }
 
 async fn tokenize(State(served): State<Served>, body: Bytes) -> Response {
@@ -207,16 +261,56 @@ async fn tokenize(State(served): State<Served>, body: Bytes) -> Response {
         Ok(body) => body,
         Err(error) => return refuse(Face::Chat, StatusCode::BAD_REQUEST, &error.to_string()),
     };
-    let face = if body.get("messages").is_some() { Face::Chat } else { Face::Completion };
-    let text = match faces::prompt(face, &body) {
-        Ok(Prompt::Text(text)) => text,
-        Ok(Prompt::Tokens(_)) => return refuse(face, StatusCode::BAD_REQUEST, "prompt must be a string"),
-        Err(message) => return refuse(face, StatusCode::BAD_REQUEST, &message),
-    };
-    let tokens = model::tokens(&text);
+    if body["prompt"].is_array() {
+        return refuse(Face::Completion, StatusCode::BAD_REQUEST, "prompt must be a string");
+    }
     let most = served.engine.shape().max_model_len;
-    axum::Json(json!({"count": tokens.len(), "max_model_len": most, "tokens": tokens, "token_strs": null}))
-        .into_response()
+    match tokens_of(&body) {
+        Ok(tokens) => {
+            let said =
+                json!({"count": tokens.len(), "max_model_len": most, "tokens": tokens, "token_strs": null});
+            axum::Json(said).into_response()
+        }
+        Err(message) => refuse(Face::Chat, StatusCode::BAD_REQUEST, &message),
+    }
+}
+
+async fn render_chat(body: Bytes) -> Response {
+    rendered(Face::Chat, &body)
+}
+
+async fn render_completion(body: Bytes) -> Response {
+    rendered(Face::Completion, &body)
+}
+
+/// What the engine would compute for a body, without computing it.
+fn rendered(face: Face, body: &[u8]) -> Response {
+    let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    match Wanted::read(face, &body) {
+        Ok(wanted) => {
+            let most = wanted.max_tokens;
+            let ids = tokens(wanted.prompt);
+            axum::Json(json!({"token_ids": ids, "sampling_params": {"max_tokens": most}})).into_response()
+        }
+        Err(message) => refuse(face, StatusCode::BAD_REQUEST, &message),
+    }
+}
+
+async fn event_sources(State(served): State<Served>) -> Response {
+    match &served.events {
+        Some(config) => axum::Json(json!({"0": **config})).into_response(),
+        None => axum::Json(json!({})).into_response(),
+    }
+}
+
+async fn load(State(served): State<Served>) -> Response {
+    let (running, waiting) = served.engine.load();
+    axum::Json(json!({"server_load": running + waiting})).into_response()
+}
+
+async fn model_info(State(served): State<Served>) -> Response {
+    let said = json!({"model_path": *served.name, "served_model_name": *served.name, "is_generation": true});
+    axum::Json(said).into_response()
 }
 
 async fn count_tokens(body: Bytes) -> Response {
@@ -231,30 +325,6 @@ async fn reset(State(served): State<Served>) -> Response {
     axum::Json(json!({"success": served.engine.reset()})).into_response()
 }
 
-/// vLLM's names with vLLM's labels; our own bare, so that a reader who takes a number for granted finds it.
 async fn metrics(State(served): State<Served>) -> String {
-    let counts = served.engine.counts();
-    let labels = format!("{{model_name=\"{}\",engine=\"0\"}}", served.name);
-    let node = AtomicU64::new(served.engine.has_node().into());
-    let pinned = AtomicU64::new(served.engine.pinned_rows() as u64);
-    let series: [(&str, &str, &AtomicU64); 13] = [
-        ("vllm:num_requests_running", "gauge", &counts.running),
-        ("vllm:num_requests_waiting", "gauge", &counts.waiting),
-        ("vllm:prompt_tokens_total", "counter", &counts.prompt_tokens),
-        ("vllm:prompt_tokens_cached_total", "counter", &counts.cached_tokens),
-        ("vllm:generation_tokens_total", "counter", &counts.words),
-        ("mock_node_connected", "gauge", &node),
-        ("mock_rows_pinned", "gauge", &pinned),
-        ("mock_requests_total", "counter", &counts.requests),
-        ("mock_loads_total", "counter", &counts.loads),
-        ("mock_stores_total", "counter", &counts.stores),
-        ("mock_checked_rows_total", "counter", &counts.checked_rows),
-        ("mock_wrong_rows_total", "counter", &counts.wrong_rows),
-        ("mock_unplaced_rows_total", "counter", &counts.unplaced_rows),
-    ];
-    let line = |(name, kind, value): (&str, &str, &AtomicU64)| {
-        let labels = if name.starts_with("vllm:") { labels.as_str() } else { "" };
-        format!("# TYPE {name} {kind}\n{name}{labels} {}\n", value.load(Ordering::Relaxed))
-    };
-    series.into_iter().map(line).collect()
+    served.engine.metrics(&served.name)
 }

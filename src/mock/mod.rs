@@ -5,15 +5,31 @@
 //! knows what every row must hold, checks each one that a hit uses, and says `WRONG` when one differs: in the reply
 //! and in `mock_wrong_rows_total`. Two nodes with mock engines of one seed must say the same to the same prompt,
 //! whatever was damaged, killed or evicted in between.
+//!
+//! To a router it is as slow as vLLM would be, and for the same reasons: [`schedule`] plans its steps, [`pool`] and
+//! [`hits`] say what of a prompt is there, [`pace`] how long a step takes, [`publish`] tells what the cache holds, and
+//! [`faults`] fail on command.
 
 mod cache;
 pub mod client;
+mod control;
+pub mod counts;
 pub mod engine;
 mod faces;
+pub mod faults;
+pub mod hits;
 mod http;
 pub mod link;
 pub mod model;
 pub mod options;
+pub mod pace;
+pub mod pool;
+pub mod profile;
+pub mod publish;
+mod rows;
+pub mod schedule;
+pub mod steps;
+pub mod wire;
 
 use std::io;
 use std::net::SocketAddr;
@@ -43,6 +59,8 @@ pub enum Error {
     Rows { rows: u32, row_bytes: u32, source: io::Error },
     #[error("failed to write {path}: {source}")]
     Model { path: PathBuf, source: io::Error },
+    #[error("failed to publish events on {endpoint}: {source}")]
+    Events { endpoint: String, source: zeromq::ZmqError },
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -51,6 +69,8 @@ pub enum Error {
 pub struct Mock {
     pub address: SocketAddr,
     pub engine: Engine,
+    /// Where its events are published, with the ports that were taken.
+    pub events: Option<Arc<options::EventConfig>>,
 }
 
 impl Mock {
@@ -71,10 +91,14 @@ impl Mock {
         let listener = TcpListener::bind(&address).await;
         let listener = listener.map_err(|source| Error::Listen { address, source })?;
         let address = listener.local_addr()?;
-        let engine = Engine::new(shape, area, link, tasks.clone());
+        let counts = Arc::new(counts::Counts::default());
+        let (events, publish) = publisher(options, &shape, &counts, tasks).await?;
+        let name = options.served_name.as_str();
+        let engine = Engine::new(shape, name, area, link, publish, counts, tasks.clone());
         let served = http::Served {
             engine: engine.clone(),
-            name: options.served_name.as_str().into(),
+            name: name.into(),
+            events: events.clone(),
             serial: Arc::new(AtomicU64::new(0)),
         };
         let stopping = tasks.stopping();
@@ -85,8 +109,24 @@ impl Mock {
                 tracing::error!(%error, "failed to serve");
             }
         });
-        Ok(Self { address, engine })
+        Ok(Self { address, engine, events })
     }
+}
+
+type Published = (Option<Arc<options::EventConfig>>, Option<steps::Publish>);
+
+async fn publisher(
+    options: &Options,
+    shape: &Shape,
+    counts: &Arc<counts::Counts>,
+    tasks: &Tasks,
+) -> Result<Published, Error> {
+    let Some(config) = options.events()? else { return Ok((None, None)) };
+    let endpoint = config.endpoint.clone();
+    let (groups, counts) = (shape.grid.groups.clone(), Arc::clone(counts));
+    let started = publish::start(config, &options.host, shape.events, groups, counts, tasks).await;
+    let publisher = started.map_err(|source| Error::Events { endpoint, source })?;
+    Ok((Some(Arc::new(publisher.config)), Some(publisher.publish)))
 }
 
 /// A folder that passes for a model: a node fingerprints it as it would any other. Equal for equal seeds.

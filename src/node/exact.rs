@@ -25,10 +25,12 @@ use crate::base::clock::{Clock, Micros};
 use crate::base::fault::{Code, Fault};
 use crate::base::table::{Holder, Probe as Table};
 use crate::cluster::Cluster;
+use crate::engine::events::Events;
 use crate::engine::{View, probe};
 use crate::meter::Meter;
 use crate::observe::state::TokensState;
 use crate::router::chain::{Chain, NODES_MAX, Reach};
+use crate::router::coverage::{Coverage, Device, Seen};
 use crate::router::tokens::{Draft, Now, Options, Prompt, Proof, Speaker, Trust, Unsure, difference, probes};
 use crate::router::{Endpoint, Foresee, Foreseen, Known, Looking, Outcome, Slot};
 use crate::tasks::{Kind, Tasks};
@@ -61,6 +63,9 @@ const SHARE: f64 = 0.02;
 
 /// Waiting is bounded by this, at least and at most.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(2)];
+
+/// The bit of a lookup that says "on this node's device": [`NODES_MAX`] has all of them.
+const DEVICE: u32 = 32;
 
 /// Names of other nodes are looked at again after this.
 const NAMES: Duration = Duration::from_secs(1);
@@ -97,6 +102,8 @@ struct Shared {
     trust: Mutex<Trust>,
     /// The engine that is served, once it is proved. Held for a look.
     seat: Mutex<Option<Arc<Seat>>>,
+    /// What was foretold against what came. Held for a request.
+    coverage: Mutex<Coverage>,
     served: AtomicU64,
     waiting: AtomicUsize,
     short: Arc<Semaphore>,
@@ -162,6 +169,7 @@ impl Exact {
             speed: f64::from(speed.max(1)),
             trust: Mutex::default(),
             seat: Mutex::default(),
+            coverage: Mutex::default(),
             served: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             short: Arc::new(Semaphore::new(cores)),
@@ -244,6 +252,7 @@ impl Exact {
         let prompt = self.guarded(|| job.seat.speaker.finish(draft))?.map_err(|why| self.unsure(&why))?;
         let held = job.seat.held(self.0.clock.now());
         let reaches = self.guarded(|| held.map(|held| held.reaches(&job.seat.speaker, &prompt)))?;
+        let (reaches, device_known) = reaches.unwrap_or_default();
         let (series, took) = (&self.0.series, self.0.clock.now().since(job.begun));
         series.prompts.with_label_values(&["exact"]).inc();
         series.took.observe(took.as_secs_f64() * 1e6);
@@ -254,7 +263,7 @@ impl Exact {
             let (seat, body) = (Arc::clone(&job.seat), job.body.clone());
             let _ = self.0.checks.try_send(Check { seat, endpoint: job.endpoint, body, ids: prompt.ids });
         }
-        Ok(Foreseen { tokens, reaches: reaches.unwrap_or_default(), fresh_bytes, took })
+        Ok(Foreseen { tokens, reaches, device_known, fresh_bytes, took })
     }
 
     fn unsure(&self, why: &Unsure) -> String {
@@ -292,7 +301,36 @@ impl Exact {
         if let (Some(reach), Some(cached)) = (reach, usage.cached_tokens) {
             self.0.series.foreseen.inc_by(reach.all.into());
             self.0.series.cached.inc_by(cached);
+            let cached = u32::try_from(cached).unwrap_or(u32::MAX);
+            self.covered(Seen { prompt: foreseen.tokens, foretold: reach.all, cached });
         }
+    }
+
+    fn covered(&self, seen: Seen) {
+        let Some(seat) = self.0.seat.lock().clone() else { return };
+        let Some(held) = seat.held(self.0.clock.now()) else { return };
+        let parted = self.0.coverage.lock().add(seen, held.grain);
+        if parted && let Some(how) = self.parted() {
+            tracing::error!(how, "what is foretold to be cached is not what the engine has");
+        }
+    }
+
+    /// How what was foretold and what the engine had have parted.
+    fn parted(&self) -> Option<String> {
+        let seat = self.0.seat.lock().clone()?;
+        let (_, door, _, events) = seat.rows.as_ref()?;
+        let facts = events.facts();
+        let hello = door.engine().map(|engine| engine.hello);
+        // Of several groups their blocks differ by nature.
+        let row_tokens =
+            hello.filter(|hello| hello.groups.len() == 1).map(|hello| hello.groups[0].tokens_per_row);
+        let device = Device {
+            heard: facts.live,
+            stored: facts.stored,
+            block_size: facts.block_size,
+            row_tokens: row_tokens.unwrap_or(0),
+        };
+        self.0.coverage.lock().parted(&device)
     }
 
     pub fn state(&self) -> TokensState {
@@ -306,11 +344,13 @@ impl Exact {
         }
     }
 
-    pub fn fault(&self) -> Option<Fault> {
-        match &*self.0.trust.lock() {
+    pub fn faults(&self) -> Vec<Fault> {
+        let differs = match &*self.0.trust.lock() {
             Trust::Differs(how) => Some(Fault::new(Code::TokensDiffer, how.clone())),
             Trust::Absent(_) | Trust::Exact { .. } => None,
-        }
+        };
+        let parted = self.parted().map(|how| Fault::new(Code::CacheDiffers, how));
+        differs.into_iter().chain(parted).collect()
     }
 
     fn stands(&self, trust: Trust) {
@@ -409,6 +449,7 @@ async fn follow(parts: &Parts, served: &mut View, view: View) {
     *served = view;
     let (exact, view) = (&parts.exact, &*served);
     exact.0.seat.lock().take();
+    exact.0.coverage.lock().clear();
     if !view.is_ready() {
         exact.stands(Trust::Absent(format!("its engine is {}", view.phase)));
         return;
@@ -447,8 +488,8 @@ struct Seat {
     speaker: Speaker,
     url: String,
     served_name: String,
-    /// This node's name, and whom to ask about rows. None: nobody.
-    rows: Option<(String, Door, Cluster)>,
+    /// This node's name, and whom to ask about rows and blocks. None: nobody.
+    rows: Option<(String, Door, Cluster, Events)>,
     /// Who holds what, as it was a moment ago. Held for a look.
     held: Mutex<Option<(Micros, Arc<Held>)>>,
 }
@@ -459,14 +500,19 @@ impl Seat {
             speaker,
             url: view.url.clone(),
             served_name: view.served_name.clone(),
-            rows: Some((parts.settings.node.name.clone(), parts.door.clone(), parts.cluster.clone())),
+            rows: Some((
+                parts.settings.node.name.clone(),
+                parts.door.clone(),
+                parts.cluster.clone(),
+                parts.events.clone(),
+            )),
             held: Mutex::default(),
         }
     }
 
     /// None: no engine sits at the door, or its chain cannot be followed.
     fn held(&self, now: Micros) -> Option<Arc<Held>> {
-        let (node, door, cluster) = self.rows.as_ref()?;
+        let (node, door, cluster, events) = self.rows.as_ref()?;
         let table = door.holders()?;
         let mut held = self.held.lock();
         if let Some((since, held)) = &*held
@@ -475,11 +521,14 @@ impl Seat {
         {
             return Some(Arc::clone(held));
         }
-        let chain = Chain::of(&door.engine()?.hello).ok()?;
+        let hello = door.engine()?.hello;
+        let chain = Chain::of(&hello).ok()?;
+        let grain = hello.groups.iter().map(|group| group.tokens_per_row).max().unwrap_or(0);
         let mut names = vec![node.clone()];
         names.extend(cluster.members().into_iter().map(|member| member.name));
         names.truncate(NODES_MAX);
-        let new = Arc::new(Held { chain, table, names });
+        let (events, engine_id) = (events.clone(), hello.engine_id);
+        let new = Arc::new(Held { chain, table, names, events, engine_id, grain });
         *held = Some((now, Arc::clone(&new)));
         Some(new)
     }
@@ -491,19 +540,27 @@ struct Held {
     table: Arc<Table>,
     /// This node first.
     names: Vec<String>,
+    events: Events,
+    /// The life of the engine at the door.
+    engine_id: String,
+    /// Tokens of its largest row.
+    grain: u32,
 }
 
 impl Held {
-    fn reaches(&self, speaker: &Speaker, prompt: &Prompt) -> Vec<(String, Reach)> {
+    /// And whether what lies on this node's device is among it.
+    fn reaches(&self, speaker: &Speaker, prompt: &Prompt) -> (Vec<(String, Reach)>, bool) {
+        let device = self.events.device(&self.engine_id);
         let others = (1_u64 << self.names.len()) - 2;
         // The table says "one of the others" without saying which.
         let holders = |key: &RowKey| {
             let bits = self.table.holders(key);
             let drive = bits & Holder::Drive as u64;
-            drive | if bits & Holder::Peer as u64 == 0 { 0 } else { others }
+            let here = device.as_ref().is_some_and(|device| device.has(key));
+            drive | if bits & Holder::Peer as u64 == 0 { 0 } else { others } | u64::from(here) << DEVICE
         };
         let reaches = speaker.reaches(prompt, &self.chain, self.names.len(), holders);
-        self.names.iter().cloned().zip(reaches).collect()
+        (self.names.iter().cloned().zip(reaches).collect(), device.is_some())
     }
 }
 

@@ -37,7 +37,7 @@ use crate::observe::requests::Ledger;
 use crate::observe::state::NodeFile;
 use crate::rails::{Sampler, Tree};
 use crate::router::{self, Router, Wire};
-use crate::settings::{Places, Ports, Settings};
+use crate::settings::{EngineKind, Places, Ports, Settings};
 use crate::store::{self, DiskKind, Store};
 use crate::tasks::{Kind, Tasks, log_slow};
 
@@ -88,6 +88,8 @@ struct Parts {
     cluster: Cluster,
     rails: Sampler,
     exact: exact::Exact,
+    /// What the engine's device holds.
+    events: engine::events::Events,
     door: local::Door,
     router: Router,
     engine: tokio::sync::watch::Receiver<engine::View>,
@@ -190,8 +192,14 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     let (judge, judged) = tokio::sync::watch::channel(gate::Judged::default());
     let (exact, checks) = exact::Exact::new(&meter, &clock, &tasks, settings.engine.prefill_tokens_per_s);
     router.foresee_with(exact.foresee());
+    let events = engine::events::Events::new(&meter);
+    if settings.engine.kind != EngineKind::Attached {
+        let endpoints = engine::events::Endpoints::of_files(&places.engine_events(), &places.engine_replay());
+        events.follow(endpoints, view.clone(), &tasks);
+    }
     let parts = Parts {
         exact,
+        events,
         needs_key: keys.required(),
         settings: Arc::new(settings),
         places,

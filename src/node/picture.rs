@@ -252,7 +252,7 @@ fn faults(parts: &Parts, beat: &Beat) -> Vec<Fault> {
     faults.extend(parts.door.faults());
     faults.extend(parts.cluster.faults());
     faults.extend(parts.rails.faults());
-    faults.extend(parts.exact.fault());
+    faults.extend(parts.exact.faults());
     faults.extend(parts.router.drift().map(|(bias, error)| {
         let how = format!(
             "first tokens come {:.0} % {} than foretold on average, and are {:.0} % off either way",

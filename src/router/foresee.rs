@@ -21,6 +21,8 @@ pub struct Foreseen {
     pub tokens: u32,
     /// What each node can take of it, this node first. Empty: no engine sits at the door, and nobody knows.
     pub reaches: Vec<(String, Reach)>,
+    /// Whether what this node's engine has on its device is known by its own word; else it is not among `reaches`.
+    pub device_known: bool,
     /// Bytes of the prompt that were not seen before.
     pub fresh_bytes: u32,
     /// What finding it out took.

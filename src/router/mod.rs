@@ -16,6 +16,7 @@ mod ask;
 mod book;
 mod catalog;
 pub mod chain;
+pub mod coverage;
 mod flight;
 mod foresee;
 mod miss;

@@ -436,8 +436,11 @@ impl Shared {
             let reach = match foreseen.filter(|foreseen| !foreseen.reaches.is_empty()) {
                 Some(foreseen) => {
                     let exact = foreseen.reach(node).unwrap_or_default();
-                    // What it computed lately lies on its device still, as far as its drive has it.
-                    Reach { device: exact.device.max(guess.min(exact.own)), ..exact }
+                    let known = foreseen.device_known && node == self.name;
+                    // Nobody says what is there: what it computed lately lies on its device still, as far as its drive
+                    // has it.
+                    let lately = if known { 0 } else { guess.min(exact.own) };
+                    Reach { device: exact.device.max(lately), ..exact }
                 }
                 None => Reach { device: guess, own: guess, all: anywhere },
             };

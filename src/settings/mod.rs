@@ -382,6 +382,11 @@ impl Places {
         Self::socket(self.run.join("events.sock"))
     }
 
+    /// Socket file on which the engine answers for events that were missed, bounded in the same way.
+    pub fn engine_replay(&self) -> PathBuf {
+        Self::socket(self.run.join("replay.sock"))
+    }
+
     fn socket(long: PathBuf) -> PathBuf {
         use sha2::Digest;
         use std::os::unix::ffi::OsStrExt;

@@ -381,6 +381,8 @@ pub struct Answer {
     pub code: u16,
     pub id: String,
     pub node: String,
+    /// Tokens that the router foretold to be cached.
+    pub foretold: Option<u64>,
     pub body: Value,
 }
 
@@ -411,18 +413,28 @@ pub fn fresh_id() -> String {
 
 /// Posts `body` to `node`, pinned to it.
 pub fn post(node: &Node, path: &str, body: &Value) -> Answer {
+    send(node, path, body, Some(&node.name))
+}
+
+/// Posts `body` to `node`, which places it.
+pub fn place(node: &Node, path: &str, body: &Value) -> Answer {
+    send(node, path, body, None)
+}
+
+fn send(node: &Node, path: &str, body: &Value, pinned: Option<&str>) -> Answer {
     let id = fresh_id();
-    let response = agent()
-        .post(node.url(path))
-        .header("x-request-id", &id)
-        .header("x-spark-box", &node.name)
-        .send_json(body)
-        .unwrap_or_else(|e| panic!("{path} on {}: {e}\n{}", node.name, node.tell()));
+    let mut request = agent().post(node.url(path)).header("x-request-id", &id);
+    if let Some(name) = pinned {
+        request = request.header("x-spark-box", name);
+    }
+    let response =
+        request.send_json(body).unwrap_or_else(|e| panic!("{path} on {}: {e}\n{}", node.name, node.tell()));
     let header =
         |name: &str| response.headers().get(name).and_then(|v| v.to_str().ok()).unwrap_or("").to_owned();
     let (code, node_name) = (response.status().as_u16(), header("x-spark-box"));
+    let foretold = header("x-spark-cached-tokens-predicted").parse().ok();
     let body = response.into_body().read_json().unwrap_or(Value::Null);
-    Answer { code, id, node: node_name, body }
+    Answer { code, id, node: node_name, foretold, body }
 }
 
 /// A greedy completion of `prompt`.
