@@ -12,6 +12,7 @@
 
 mod fabric;
 mod fs;
+mod matrix;
 mod place;
 mod raw;
 mod restart;
@@ -30,6 +31,7 @@ pub use self::fabric::{
     FabricOptions, FabricReport, Host, Offer, RailShare, from_peer as fabric_from_peer, here as fabric_here,
 };
 pub use self::fs::python_under;
+pub use self::matrix::{Contender, MatrixOptions, MatrixReport, run as matrix_run};
 use self::place::Place;
 use self::raw::Way;
 pub use self::restart::inside as restart_inside;

@@ -7,10 +7,10 @@
 //! works.
 
 mod figures;
-mod guest;
+pub(super) mod guest;
 mod model;
-mod session;
-mod wire;
+pub(super) mod session;
+pub(super) mod wire;
 
 use std::collections::BTreeMap;
 use std::io;

@@ -15,8 +15,8 @@ use tokio_util::sync::CancellationToken;
 use super::out::{Exit, Out, Told, say};
 use crate::base::units::Bytes;
 use crate::bench::{
-    self, FabricOptions, FabricReport, Figures, Host, Medium, Offer, Report, RouterFigures, RouterOptions,
-    RouterReport, Spread,
+    self, Contender, FabricOptions, FabricReport, Figures, Host, MatrixOptions, MatrixReport, Medium, Offer,
+    Report, RouterFigures, RouterOptions, RouterReport, Spread,
 };
 use crate::engine::provision;
 use crate::settings;
@@ -30,6 +30,8 @@ pub(super) enum Bench {
     Fabric(Fabric),
     /// Measure what the router adds to a request, beside the direct path and other routers, in one run.
     Router(Router),
+    /// Compare ways to route under the load of coding agents: two mock engines behind each, in one run.
+    Matrix(Matrix),
     /// One start of a store that was made to be measured; `store` starts it.
     #[command(hide = true)]
     Restart(Restart),
@@ -77,6 +79,117 @@ fn peer(text: &str) -> Result<(String, String), String> {
         }
         _ => Err("write it as NAME=COMMAND, with {port} and {backends} in the command".to_owned()),
     }
+}
+
+#[derive(Debug, Args)]
+pub(super) struct Matrix {
+    /// The figures as JSON.
+    #[arg(long)]
+    json: bool,
+    /// A quick look: one seed, two short sessions, `cost` alone. Not for comparing.
+    #[arg(long)]
+    quick: bool,
+    /// Each router meets the sessions of so many seeds.
+    #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u64).range(1..=100))]
+    seeds: u64,
+    /// Sessions side by side, and their turns.
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(1..=200))]
+    sessions: u32,
+    #[arg(long, value_name = "N", default_value = "12", value_parser = clap::value_parser!(u32).range(1..=200))]
+    turns: u32,
+    /// Times that engines and clients are faster than a box. Times in the report are the box's.
+    #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(1..=100))]
+    clock: u32,
+    /// A prompt of so many tokens that nobody has seen comes in the middle.
+    #[arg(long, value_name = "TOKENS", default_value = "0", value_parser = clap::value_parser!(u32).range(..=200_000))]
+    cold: u32,
+    /// Strategies of `router.strategy`. `cost` is what the others are compared with.
+    #[arg(
+        long,
+        value_name = "NAMES",
+        default_value = "cost,kv,prefix,least_load,round_robin",
+        value_delimiter = ','
+    )]
+    strategies: Vec<String>,
+    /// Leave out the cells with drives and the link between two nodes.
+    #[arg(long)]
+    no_tiers: bool,
+    /// Another router: {port} stands for the port it is to serve on, {backends} for the URLs of both engines, {backend0},
+    /// {backend1}, {events0} and {events1} for one each. Can be given again. It ends with the run.
+    #[arg(long, value_name = "NAME=COMMAND", value_parser = peer)]
+    peer: Vec<(String, String)>,
+    /// Folder in which one of the run's own is made and removed at the end.
+    #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]
+    dir: PathBuf,
+}
+
+impl Matrix {
+    fn options(&self, program: PathBuf) -> MatrixOptions {
+        let mut options = MatrixOptions {
+            seeds: self.seeds,
+            sessions: self.sessions as usize,
+            turns: self.turns as usize,
+            clock: self.clock.into(),
+            cold: self.cold as usize,
+            strategies: self.strategies.clone(),
+            tiers: !self.no_tiers,
+            peers: self.peer.clone(),
+            program,
+            folder: self.dir.clone(),
+        };
+        if self.quick {
+            options.strategies = vec!["cost".to_owned()];
+            (options.seeds, options.sessions, options.turns) = (1, 2, 2);
+        }
+        options
+    }
+}
+
+pub(super) fn matrix(order: &Matrix) -> anyhow::Result<Exit> {
+    let known = ["cost", "kv", "prefix", "least_load", "round_robin"];
+    let told = |what: String| Told { exit: Exit::Usage, what };
+    if !order.dir.is_dir() {
+        return Err(told(format!("{}: no such folder", order.dir.display())).into());
+    }
+    if let Some(other) = order.strategies.iter().find(|name| !known.contains(&name.as_str())) {
+        return Err(told(format!("{other}: no strategy; there are {}", known.join(", "))).into());
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let report = runtime.block_on(async {
+        let stop = until_signal(&Tasks::new())?;
+        let program = std::env::current_exe()?;
+        anyhow::Ok(bench::matrix_run(&order.options(program), &stop, &say).await?)
+    })?;
+    let mut out = Out::new();
+    if order.json {
+        out.line(&serde_json::to_string(&report)?)?;
+    } else {
+        matrix_table(&report, &mut out)?;
+    }
+    out.done()?;
+    let failed = report.cells.values().flatten().any(|contender| contender.mean.errors > 0);
+    Ok(if failed { Exit::Failed } else { Exit::Done })
+}
+
+fn matrix_table(report: &MatrixReport, out: &mut Out) -> std::io::Result<()> {
+    for (kind, all) in &report.cells {
+        out.line(&format!(
+            "{kind:14}  makespan s    / cost   latency s    / cost   TTFT p50     p99   cached %   gap p99 s    / cost   cold s   errors"
+        ))?;
+        for Contender { name, mean: m, makespan_ratio, latency_ratio, gap_ratio, .. } in all {
+            out.line(&format!(
+                "{name:14}  {:10.0}  {makespan_ratio:8.2}  {:10.2}  {latency_ratio:8.2}  {:9.2}  {:6.2}  {:9.1}  {:10.2}  {gap_ratio:8.2}  {:7.1}  {:7}",
+                m.makespan_s, m.latency_s, m.ttft_p50_s, m.ttft_p99_s, m.cached_share * 100.0, m.gap_p99_s, m.cold_ttft_s, m.errors
+            ))?;
+        }
+    }
+    for error in &report.errors {
+        out.line(error)?;
+    }
+    out.line(&format!(
+        "{} sessions of {} turns, engines {} times faster than a box, cold prompt of {} tokens; seconds are the box's",
+        report.sessions, report.turns, report.clock, report.cold_tokens
+    ))
 }
 
 impl Router {

@@ -303,6 +303,7 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         Verb::Bench(bench::Bench::Store(order)) => bench::store(&order),
         Verb::Bench(bench::Bench::Fabric(order)) => bench::fabric(&order),
         Verb::Bench(bench::Bench::Router(order)) => bench::router(&order),
+        Verb::Bench(bench::Bench::Matrix(order)) => bench::matrix(&order),
         Verb::Bench(bench::Bench::Restart(order)) => bench::restart(&order),
         Verb::Status(status) => status::show(&status),
         Verb::Rails(order) => rails::show(&order),

@@ -71,6 +71,9 @@ fn vllm(f: &Facts<'_>) -> Launch {
     if e.prefix_match_unit > 0 {
         flag("--prefix-match-unit", e.prefix_match_unit.to_string());
     }
+    if e.long_prefill_token_threshold > 0 {
+        flag("--long-prefill-token-threshold", e.long_prefill_token_threshold.to_string());
+    }
     flag("--kv-events-config", events(f).to_string());
     flag("--kv-transfer-config", transfer(f).to_string());
     // Asked every second by the keeper: the log would hold nothing else.
@@ -279,10 +282,12 @@ mod tests {
     fn further_arguments_come_last_so_that_they_win() {
         let mut settings = engine();
         settings.prefix_match_unit = 128;
+        settings.long_prefill_token_threshold = 512;
         settings.extra_args = vec!["--enforce-eager".into(), "--max-num-seqs=2".into()];
         let args = with(settings, |l| l.args);
         assert_eq!(&args[args.len() - 2..], ["--enforce-eager", "--max-num-seqs=2"]);
         assert!(args.windows(2).any(|w| w == ["--prefix-match-unit", "128"]));
+        assert!(args.windows(2).any(|w| w == ["--long-prefill-token-threshold", "512"]));
     }
 
     #[test]

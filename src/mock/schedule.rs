@@ -30,7 +30,7 @@ pub struct Limits {
     pub tokens: usize,
     /// Prompts that are begun and not done. 0: as many as there are places.
     pub prefills: usize,
-    /// Longest chunk of one prompt. 0: the budget.
+    /// Longest chunk of one prompt while there are other requests. 0: the budget.
     pub chunk: usize,
 }
 
@@ -264,7 +264,9 @@ impl Scheduler {
 
     /// Tokens that a request gets of `budget`. 0 when it cannot go on with so few.
     fn chunk(&self, running: &Running, budget: usize) -> usize {
-        let most = if self.limits.chunk > 0 { budget.min(self.limits.chunk) } else { budget };
+        // Alone there is nobody to starve.
+        let capped = self.limits.chunk > 0 && self.running.len() + self.waiting.len() > 1;
+        let most = if capped { budget.min(self.limits.chunk) } else { budget };
         let (from, left) = (running.computed, running.left());
         let mut end = from + left.min(most);
         if !self.grid.groups.contains(&Kind::State) {

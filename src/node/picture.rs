@@ -29,6 +29,8 @@ const BEAT: Duration = Duration::from_secs(2);
 /// Silence of running requests that one long step explains: a step is bounded by `max_num_batched_tokens`, and even
 /// 16,384 of them at 150 tokens per second, ten times slower than anything that serves, end in two minutes.
 const SILENCE: Duration = Duration::from_secs(120);
+/// Between two looks of the ledger. Far shorter than its channels take to fill.
+const LEDGER_PAUSE: Duration = Duration::from_millis(5);
 /// Requests in the picture; the page lists as many.
 const REQUESTS: usize = 50;
 
@@ -100,6 +102,10 @@ pub async fn keep_ledger(parts: Parts, mut misses: Misses) {
                 Err(RecvError::Lagged(missed)) => tracing::warn!(missed, "the ledger fell behind: sources are missing in it"),
                 Err(RecvError::Closed) => return,
             },
+        }
+        if outcomes.is_empty() && reports.is_empty() {
+            // Nobody waits for the ledger: what comes next is taken together, not one by one between two requests.
+            tokio::time::sleep(LEDGER_PAUSE).await;
         }
     }
 }

@@ -133,6 +133,9 @@ fn engine(settings: &Settings, found: &mut Vec<Finding>) {
     between("engine.max_model_len", engine.max_model_len, 1, u32::MAX, found);
     between("engine.max_num_seqs", engine.max_num_seqs, 1, 65_536, found);
     between("engine.prefix_match_unit", engine.prefix_match_unit, 0, 65_536, found);
+    // vLLM refuses one that is larger than the window.
+    let window = engine.max_model_len.max(1);
+    between("engine.long_prefill_token_threshold", engine.long_prefill_token_threshold, 0, window, found);
     between("engine.prefill_tokens_per_s", engine.prefill_tokens_per_s, 1, u32::MAX, found);
     between("engine.ready_timeout_s", engine.ready_timeout_s, 1, 86_400, found);
     between("engine.stop_grace_s", engine.stop_grace_s, 0, 3_600, found);

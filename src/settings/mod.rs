@@ -86,6 +86,9 @@ pub struct Engine {
     pub row_area: Bytes,
     /// Tokens per hash (`--prefix-match-unit`). 0: the engine's block size. Hybrid models need it small.
     pub prefix_match_unit: u32,
+    /// Tokens of one prompt that a step computes at most while there are other requests: what a long cold prompt makes
+    /// everybody's next word wait for. Smaller is smoother and makes the long prompt slower. 0: the engine's step.
+    pub long_prefill_token_threshold: u32,
     /// `PYTHONHASHSEED` of the engine. Must be equal on all nodes.
     pub hash_seed: String,
     /// Store prompts only, not replies. True where the chat template strips reasoning from earlier replies.
@@ -267,6 +270,7 @@ impl Default for Engine {
             kv_cache: Bytes::gib(16),
             row_area: Bytes::gib(4),
             prefix_match_unit: 0,
+            long_prefill_token_threshold: 0,
             hash_seed: "0".into(),
             offload_prompt_only: true,
             prefill_tokens_per_s: 1500,

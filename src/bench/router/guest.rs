@@ -21,6 +21,16 @@ const END: Duration = Duration::from_secs(15);
 /// Between two looks.
 const PAUSE: Duration = Duration::from_millis(50);
 
+/// A node as `spark-kv up` starts it.
+#[derive(Clone, Copy, Debug)]
+pub struct Node<'a> {
+    pub name: &'a str,
+    pub root: &'a Path,
+    pub settings: &'a [(&'static str, String)],
+    /// Joins the node that gave it.
+    pub invite: Option<&'a str>,
+}
+
 /// A router that runs. It and what it started end with this.
 #[derive(Debug)]
 pub struct Guest {
@@ -31,6 +41,8 @@ pub struct Guest {
     group: Pid,
     /// Where it writes which process routes; ours has a keeper beside it.
     node: Option<PathBuf>,
+    /// It is ready only when its tokens are proved.
+    exact: bool,
 }
 
 impl Guest {
@@ -59,8 +71,73 @@ impl Guest {
             command.args(["--set", &format!("{key}={value}")]);
         }
         let mut guest = Self::start("spark-kv".into(), command, base, root)?;
-        guest.node = Some(root.join("run/node.json"));
+        (guest.node, guest.exact) = (Some(root.join("run/node.json")), true);
         Ok(guest)
+    }
+
+    /// This program as a node of this description.
+    pub fn node(program: &Path, node: &Node<'_>) -> Result<Self, String> {
+        let base = free(4)?;
+        let mut command = Command::new(program);
+        command.args(["up", "--name", node.name, "--port-base", &base.to_string(), "--root"]).arg(node.root);
+        for (key, value) in node.settings {
+            command.args(["--set", &format!("{key}={value}")]);
+        }
+        if let Some(invite) = node.invite {
+            // Not among the arguments, which everybody can see.
+            command.env("SPARK_KV_JOIN", invite);
+        }
+        let mut guest = Self::start(node.name.to_owned(), command, base, node.root)?;
+        guest.node = Some(node.root.join("run/node.json"));
+        Ok(guest)
+    }
+
+    /// Waits until a node's engine serves.
+    pub async fn serves(&mut self) -> Result<(), String> {
+        self.until("its engine serves", |state| state["node"]["engine"]["phase"] == "ready").await
+    }
+
+    /// Waits until a node is connected with another.
+    pub async fn has_peer(&mut self) -> Result<(), String> {
+        self.until("it is connected", |state| {
+            state["peers"].as_array().is_some_and(|peers| peers.iter().any(|peer| peer["connected"] == true))
+        })
+        .await
+    }
+
+    /// What lets another node join this one.
+    pub async fn invite(&self) -> Result<String, String> {
+        let run = self.node.as_ref().and_then(|file| file.parent()).ok_or("only a node invites")?;
+        let begin = Instant::now();
+        while begin.elapsed() < START {
+            match std::fs::read_to_string(run.join("invite")) {
+                Ok(token) if !token.trim().is_empty() => return Ok(token.trim().to_owned()),
+                _ => tokio::time::sleep(PAUSE).await,
+            }
+        }
+        Err(format!("{} invites nobody", self.name))
+    }
+
+    async fn until(&mut self, what: &str, is: impl Fn(&Value) -> bool) -> Result<(), String> {
+        let begin = Instant::now();
+        while begin.elapsed() < START {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("{} ended with {status}", self.name));
+            }
+            if self.state().await.is_ok_and(|state| is(&state)) {
+                return Ok(());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        Err(format!("{}: it is not so that {what} within {} s", self.name, START.as_secs()))
+    }
+
+    async fn state(&self) -> io::Result<Value> {
+        let mut client = Client::connect(self.address).await?;
+        client.ask(b"GET /api/v1/state HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n").await?;
+        let answer = client.answer();
+        let at = answer.windows(4).position(|window| window == b"\r\n\r\n").unwrap_or(0);
+        serde_json::from_slice(&answer[at..]).map_err(io::Error::other)
     }
 
     /// What `line` starts, in which `{port}` and `{backends}` stand for where it serves and what it serves from.
@@ -86,10 +163,17 @@ impl Guest {
             .map_err(told)?;
         let number = child.id().and_then(|id| i32::try_from(id).ok()).filter(|id| *id > 1);
         let group = Pid::from_raw(number.ok_or_else(|| format!("{name} ended at once"))?);
-        Ok(Self { name, address: SocketAddr::from(([127, 0, 0, 1], port)), child, group, node: None })
+        Ok(Self {
+            name,
+            address: SocketAddr::from(([127, 0, 0, 1], port)),
+            child,
+            group,
+            node: None,
+            exact: false,
+        })
     }
 
-    /// Waits until it answers `request`; ours until its tokens are proved, too.
+    /// Waits until it answers `request`; one whose tokens are to be exact until they are proved, too.
     pub async fn ready(&mut self, request: &[u8]) -> Result<(), String> {
         let begin = Instant::now();
         let mut last = String::from("it does not listen");
@@ -109,11 +193,8 @@ impl Guest {
     async fn answers(&self, request: &[u8]) -> io::Result<()> {
         let mut client = Client::connect(self.address).await?;
         client.ask(request).await?;
-        if self.node.is_some() {
-            client.ask(b"GET /api/v1/state HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n").await?;
-            let answer = client.answer();
-            let at = answer.windows(4).position(|window| window == b"\r\n\r\n").unwrap_or(0);
-            let state: Value = serde_json::from_slice(&answer[at..]).map_err(io::Error::other)?;
+        if self.exact {
+            let state = self.state().await?;
             let tokens = &state["node"]["tokens"];
             if tokens["exact"] != true {
                 return Err(io::Error::other(format!("its tokens are guessed: {}", tokens["why"])));
@@ -156,8 +237,20 @@ impl Drop for Guest {
     }
 }
 
+/// Waits until somebody listens there.
+pub async fn listens(at: SocketAddr, limit: Duration) -> Result<(), String> {
+    let begin = Instant::now();
+    while begin.elapsed() < limit {
+        if Client::connect(at).await.is_ok() {
+            return Ok(());
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+    Err(format!("nobody listens on {at}"))
+}
+
 /// The first of `count` free ports in a row.
-fn free(count: u16) -> Result<u16, String> {
+pub fn free(count: u16) -> Result<u16, String> {
     for _ in 0..200 {
         let first = 20_000 + rand::random::<u16>() % 10_000;
         if (first..first + count).all(|port| TcpListener::bind(("127.0.0.1", port)).is_ok()) {
