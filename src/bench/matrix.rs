@@ -25,7 +25,6 @@ use self::workload::{Session, Sizes};
 use super::place::Place;
 use super::router::RouterError;
 use super::router::guest::{Guest, Node, free};
-use crate::mock::model;
 
 /// Bytes of a row in cells with tiers: small, because two drives are one here. What loading costs on a box is not
 /// among what is measured.
@@ -50,6 +49,8 @@ pub struct MatrixOptions {
     pub tiers: bool,
     /// Other routers: name and command.
     pub peers: Vec<(String, String)>,
+    /// Tokens of a text, as the engines count them.
+    pub count: fn(&str) -> usize,
     /// This program.
     pub program: PathBuf,
     /// Where the run's own folder is made.
@@ -182,7 +183,7 @@ fn contenders(options: &MatrixOptions) -> Vec<Who> {
 
 async fn ask(options: &MatrixOptions, seed: u64, to: SocketAddr) -> (Seen, f64) {
     let sample = super::router::session::Words::new(0).text(1 << 16);
-    let bytes_per_token = sample.len() as f64 / model::tokens(&sample).len().max(1) as f64;
+    let bytes_per_token = sample.len() as f64 / (options.count)(&sample).max(1) as f64;
     let MatrixOptions { sessions, turns, .. } = *options;
     let sizes = Sizes { turns, system: 8000, compact: 48_000, bytes_per_token };
     let all = (0..sessions).map(|number| Session::new(seed, number, sizes)).collect();

@@ -19,6 +19,7 @@ use crate::bench::{
     Report, RouterFigures, RouterOptions, RouterReport, Spread,
 };
 use crate::engine::provision;
+use crate::mock;
 use crate::settings;
 use crate::tasks::{Kind, Tasks};
 
@@ -134,6 +135,7 @@ impl Matrix {
             strategies: self.strategies.clone(),
             tiers: !self.no_tiers,
             peers: self.peer.clone(),
+            count: |text| mock::model::tokens(text).len(),
             program,
             folder: self.dir.clone(),
         };

@@ -110,6 +110,8 @@ pub struct Scheduler {
     pub tally: Tally,
     waiting: VecDeque<Running>,
     running: Vec<Running>,
+    /// Longest chunk of this step.
+    longest: usize,
     /// Said at the next [`Scheduler::finish`].
     begun: Vec<(Id, Told)>,
 }
@@ -141,6 +143,7 @@ impl Scheduler {
             tally: Tally::default(),
             waiting: VecDeque::new(),
             running: Vec::new(),
+            longest: 0,
             begun: Vec::new(),
         }
     }
@@ -196,6 +199,9 @@ impl Scheduler {
     pub fn step(&mut self) -> Option<Step> {
         let mut budget = self.limits.tokens;
         let mut step = Step::default();
+        // Alone there is nobody to starve.
+        let capped = self.limits.chunk > 0 && self.running.len() + self.waiting.len() > 1;
+        self.longest = if capped { self.limits.chunk } else { usize::MAX };
         let preempted = self.tally.preempted;
         let order: Vec<Id> = self.ordered();
         for id in order {
@@ -264,9 +270,7 @@ impl Scheduler {
 
     /// Tokens that a request gets of `budget`. 0 when it cannot go on with so few.
     fn chunk(&self, running: &Running, budget: usize) -> usize {
-        // Alone there is nobody to starve.
-        let capped = self.limits.chunk > 0 && self.running.len() + self.waiting.len() > 1;
-        let most = if capped { budget.min(self.limits.chunk) } else { budget };
+        let most = budget.min(self.longest);
         let (from, left) = (running.computed, running.left());
         let mut end = from + left.min(most);
         if !self.grid.groups.contains(&Kind::State) {
