@@ -4,8 +4,8 @@
 //! nodes in one process do not share counters.
 
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    TextEncoder,
+    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
 };
 
 /// Where series are registered. Cheap to clone.
@@ -54,6 +54,13 @@ impl Meter {
     pub fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Histogram {
         let options = HistogramOpts::new(format!("sparkkv_{name}"), help).buckets(buckets.to_vec());
         let h = Histogram::with_opts(options).expect("a constant, valid name");
+        self.0.register(Box::new(h.clone())).expect(TWICE);
+        h
+    }
+
+    pub fn histograms(&self, name: &str, help: &str, buckets: &[f64], labels: &[&str]) -> HistogramVec {
+        let options = HistogramOpts::new(format!("sparkkv_{name}"), help).buckets(buckets.to_vec());
+        let h = HistogramVec::new(options, labels).expect("a constant, valid name");
         self.0.register(Box::new(h.clone())).expect(TWICE);
         h
     }

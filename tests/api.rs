@@ -15,20 +15,27 @@ use http_body_util::BodyExt;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
-use spark_kv::api::open::Open;
+use spark_kv::api::open::{Limits, Open};
 use spark_kv::api::{self, Keys};
 use spark_kv::base::clock::Clock;
 use spark_kv::base::units;
 use spark_kv::meter::Meter;
 use spark_kv::router::{
-    Dial, End, Endpoint, Fit, Foresee, Foreseen, HUNG_UP, Looking, Note, Options, Outcome, Own, Peer, Reach,
-    Router, Slot, Usage, Wire, nobody,
+    Admission, Dial, End, Endpoint, Fit, Foresee, Foreseen, HUNG_UP, Looking, Note, Options, Outcome, Own,
+    Peer, Reach, Router, Slot, Usage, Wire, nobody,
 };
 use spark_kv::settings::Strategy;
 use spark_kv::tasks::{Kind, Tasks};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{broadcast, mpsc, oneshot};
+
+#[path = "api/fidelity.rs"]
+mod fidelity;
+#[path = "api/hangups.rs"]
+mod hangups;
+#[path = "api/queue.rs"]
+mod queue;
 
 /// Longer than anything here takes; a wait that reaches it has failed.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -165,6 +172,7 @@ struct Setup {
     max_body: u64,
     max_requests: u32,
     aliases: BTreeMap<String, String>,
+    admission: Admission,
 }
 
 impl Setup {
@@ -179,6 +187,7 @@ impl Setup {
             max_body: 1 << 20,
             max_requests: 16,
             aliases: BTreeMap::new(),
+            admission: Admission::default(),
         }
     }
 }
@@ -199,13 +208,21 @@ fn own(url: &str, fit: Fit) -> Own {
 impl Node {
     async fn start(tasks: &Tasks, setup: Setup) -> Self {
         let meter = Meter::new();
-        let Setup { name, url, dial, keys, share, idle, max_body, max_requests, aliases } = setup;
-        let options =
-            Options { name: name.into(), share, strategy: Strategy::Cost, idle, max_requests, dial };
+        let Setup { name, url, dial, keys, share, idle, max_body, max_requests, aliases, admission } = setup;
+        let options = Options {
+            name: name.into(),
+            share,
+            strategy: Strategy::Cost,
+            idle,
+            max_requests,
+            admission,
+            dial,
+        };
         let router = Router::new(options, Clock::real(), &meter);
         router.set_own(own(&url, Fit::Well));
         let outcomes = router.outcomes();
-        let open = Open::new(router.clone(), keys, units::Bytes(max_body), aliases);
+        let limits = Limits { max_body: units::Bytes(max_body), drop_billing_line: true, aliases };
+        let open = Open::new(router.clone(), keys, limits);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let app = api::assemble(&open, axum::Router::new());

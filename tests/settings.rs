@@ -273,6 +273,8 @@ fn impossible_values_are_refused_with_their_origin() {
         ("cluster.copy_rate", "1023KiB", "must be at least 1MiB"),
         ("cluster.copy_share", "101", "must be from 0 to 100"),
         ("router.idle_timeout_s", "0", "must be at least 1"),
+        ("router.places", "65537", "must be from 0 to 65536"),
+        ("router.queue", "65537", "must be from 0 to 65536"),
         ("log.level", "info,=", "not a filter"),
     ] {
         let said = Case::new().set(key, text).problem();

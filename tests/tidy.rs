@@ -64,7 +64,7 @@ const UNSAFE: [&str; 8] = [
 
 /// Files that decide and do not act. `store/index.rs` reads no clock and does no I/O either, but owns the channel that
 /// its changes leave through: a listing and the changes after it are cut at one point.
-const PURE: [&str; 75] = [
+const PURE: [&str; 77] = [
     "api/local/lease.rs",
     "api/local/promise.rs",
     "base/block.rs",
@@ -108,12 +108,14 @@ const PURE: [&str; 75] = [
     "router/coverage.rs",
     "router/miss/mod.rs",
     "router/miss/outline.rs",
+    "router/nonce.rs",
     "router/owners.rs",
     "router/policy.rs",
     "router/prefix.rs",
     "router/price/backlog.rs",
     "router/price/mod.rs",
     "router/price/speed.rs",
+    "router/queue.rs",
     "router/refusal.rs",
     "router/splice.rs",
     "router/tokens/anthropic.rs",

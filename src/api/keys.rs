@@ -1,11 +1,25 @@
 //! API keys: a file of `name:key` lines. Kept as hashes and compared in constant time; never logged, never shown.
+//!
+//! A key may stand there as its hash, `sha256:` and 64 hexadecimal digits (`printf %s KEY | sha256sum`), and what it may
+//! do in brackets behind the name:
+//!
+//! ```text
+//! ann: the-key-of-ann
+//! nightly [class=batch limit=4]: sha256:5e88…
+//! guest [limit=2 isolated]: the-key-of-guest
+//! ```
+//!
+//! - `class=interactive|normal|batch`: how urgent its requests are (normal); `x-spark-priority` lowers it and never raises it.
+//! - `limit=N`: most requests in flight at a time on this node.
+//! - `isolated`: what it computes is found by nobody else, nor others' by it. Its prompts get a `cache_salt` that is made
+//!   of the key and of the client's own salt, the same on every node that knows the key.
 
 use std::path::{Path, PathBuf};
 
 use http::header::{self, HeaderMap};
 use sha2::{Digest, Sha256};
 
-use crate::router::Refusal;
+use crate::router::{Class, Refusal, Rights};
 use crate::store::OWNER_MAX;
 
 /// The keys that open the API. None: it is open to everybody who reaches the port.
@@ -16,6 +30,7 @@ pub struct Keys(Option<Vec<Key>>);
 struct Key {
     name: String,
     hash: [u8; 32],
+    rights: Rights,
 }
 
 /// Why the keys cannot be used. Says the line, never what it holds.
@@ -27,12 +42,55 @@ pub enum Error {
     Line { path: PathBuf, line: usize },
     #[error("line {line} of {path}: a name has at most {OWNER_MAX} bytes")]
     Name { path: PathBuf, line: usize },
+    #[error("line {line} of {path}: `{what}` is not class=interactive|normal|batch, limit=N or isolated")]
+    Right { path: PathBuf, line: usize, what: String },
     #[error("{0} holds no API key")]
     Empty(PathBuf),
 }
 
 /// Shorter keys can be guessed over the network.
 const KEY_MIN: usize = 8;
+
+/// What a key begins with that stands there as its hash.
+const HASHED: &str = "sha256:";
+
+/// The rights of a key whose line says nothing of them.
+const PLAIN: Rights = Rights { class: Class::Normal, best: Class::Normal, limit: None, salt: None };
+
+/// Goes into the salt of an isolated key beside it, so that the salt says nothing about the key's hash.
+const SALT: &[u8] = b"spark-kv cache salt";
+
+/// Reads what stands in brackets. The error is the word that is wrong.
+fn rights(words: &str, hash: &[u8; 32]) -> Result<Rights, String> {
+    let mut rights = PLAIN;
+    for word in words.split_whitespace() {
+        let wrong = || word.chars().take(64).collect::<String>();
+        match word.split_once('=') {
+            Some(("class", name)) => {
+                rights.class = Class::named(name).ok_or_else(wrong)?;
+                rights.best = rights.class;
+            }
+            Some(("limit", number)) => {
+                let limit = number.parse().ok().filter(|limit| *limit > 0).ok_or_else(wrong)?;
+                rights.limit = Some(limit);
+            }
+            None if word == "isolated" => {
+                let salt = Sha256::new().chain_update(SALT).chain_update(hash).finalize();
+                rights.salt = Some(hex::encode(&salt[..16]).into());
+            }
+            _ => return Err(wrong()),
+        }
+    }
+    Ok(rights)
+}
+
+/// A key's hash, from the key or as it stands there. None: too short to be a key.
+fn hash_of(key: &str) -> Option<[u8; 32]> {
+    if let Some(hash) = key.strip_prefix(HASHED) {
+        return hex::decode(hash).ok()?.try_into().ok();
+    }
+    (key.len() >= KEY_MIN).then(|| Sha256::digest(key).into())
+}
 
 /// The page's cookie. It is set by the page itself, for this site only.
 const COOKIE: &str = "sparkkv_key=";
@@ -70,7 +128,7 @@ impl Keys {
 
     /// One key, which is needed.
     pub fn only(name: &str, key: &str) -> Self {
-        Self(Some(vec![Key { name: name.to_owned(), hash: Sha256::digest(key).into() }]))
+        Self(Some(vec![Key { name: name.to_owned(), hash: Sha256::digest(key).into(), rights: PLAIN }]))
     }
 
     /// Reads a file of keys. Empty lines and those that begin with `#` are skipped.
@@ -85,13 +143,20 @@ impl Keys {
             let wrong = || Error::Line { path: path.to_owned(), line: n + 1 };
             let (name, key) = line.split_once(':').ok_or_else(wrong)?;
             let (name, key) = (name.trim(), key.trim());
-            if name.is_empty() || key.len() < KEY_MIN {
-                return Err(wrong());
-            }
+            let (name, words) = match name.strip_suffix(']').and_then(|name| name.split_once('[')) {
+                Some((name, words)) => (name.trim(), words),
+                None => (name, ""),
+            };
+            let hash = hash_of(key).filter(|_| !name.is_empty()).ok_or_else(wrong)?;
             if name.len() > OWNER_MAX {
                 return Err(Error::Name { path: path.to_owned(), line: n + 1 });
             }
-            keys.push(Key { name: name.to_owned(), hash: Sha256::digest(key).into() });
+            let rights = rights(words, &hash).map_err(|what| Error::Right {
+                path: path.to_owned(),
+                line: n + 1,
+                what,
+            })?;
+            keys.push(Key { name: name.to_owned(), hash, rights });
         }
         if keys.is_empty() {
             return Err(Error::Empty(path.to_owned()));
@@ -107,7 +172,11 @@ impl Keys {
     #[must_use]
     pub fn with_local(mut self, key: &str) -> Self {
         if let Some(keys) = &mut self.0 {
-            keys.push(Key { name: "local".into(), hash: Sha256::digest(key).into() });
+            keys.push(Key {
+                name: "local".into(),
+                hash: Sha256::digest(key).into(),
+                rights: Rights::default(),
+            });
         }
         self
     }
@@ -124,6 +193,11 @@ impl Keys {
 
     /// The name of the key that a request brings. None: no key is needed.
     pub fn check(&self, headers: &HeaderMap) -> Result<Option<&str>, Refusal> {
+        Ok(self.guest(headers)?.map(|(name, _)| name))
+    }
+
+    /// The same, with what the key may do.
+    pub fn guest(&self, headers: &HeaderMap) -> Result<Option<(&str, &Rights)>, Refusal> {
         let Some(keys) = &self.0 else { return Ok(None) };
         let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
             let (scheme, key) = value.as_bytes().split_at_checked(7)?;
@@ -136,7 +210,7 @@ impl Keys {
             // Every key is looked at to its end, whichever fits.
             for key in keys {
                 if same(&hash, &key.hash) {
-                    found = Some(key.name.as_str());
+                    found = Some((key.name.as_str(), &key.rights));
                 }
             }
         }
@@ -196,6 +270,37 @@ mod tests {
         assert_eq!(keys.check_viewer(&headers("authorization", "Bearer made-at-start")), Ok(Some("local")));
         assert_eq!(keys.check_viewer(&HeaderMap::new()), Err(Refusal::NoKey));
         assert!(!Keys::none().with_local("made-at-start").required());
+    }
+
+    #[test]
+    fn a_key_may_do_what_its_line_says() {
+        let hash = hex::encode(Sha256::digest("secret-of-nightly"));
+        let text = format!("ann:secret-of-ann\nnightly [class=batch  limit=4 isolated] : sha256:{hash}");
+        let keys = keys(&text).unwrap();
+        let guest = |key: &str| keys.guest(&headers("x-api-key", key)).map(|guest| guest.unwrap());
+        assert_eq!(guest("secret-of-ann"), Ok(("ann", &PLAIN)));
+        let (name, rights) = guest("secret-of-nightly").unwrap();
+        assert_eq!(
+            (name, rights.class, rights.best, rights.limit),
+            ("nightly", Class::Batch, Class::Batch, Some(4))
+        );
+        assert_eq!(rights.salt.as_ref().map(|salt| salt.len()), Some(32));
+        assert!(!hash.contains(&**rights.salt.as_ref().unwrap()));
+        // The hash itself opens nothing.
+        assert_eq!(guest(&format!("sha256:{hash}")), Err(Refusal::NoKey));
+        assert_eq!(PLAIN.class(Some(Class::Interactive)), Class::Normal, "no key raises itself");
+        assert_eq!(PLAIN.class(Some(Class::Batch)), Class::Batch);
+        assert_eq!(rights.class(None), Class::Batch);
+        assert_eq!(Rights::default().class(Some(Class::Interactive)), Class::Interactive);
+    }
+
+    #[test]
+    fn a_right_that_there_is_not_is_named_and_the_key_is_not() {
+        for word in ["limit=0", "limit=many", "class=urgent", "isolatd", "isolated=yes"] {
+            let error = keys(&format!("ann [{word}]: secret-of-ann")).unwrap_err().to_string();
+            assert!(error.contains(word) && error.contains("line 1") && !error.contains("secret"), "{error}");
+        }
+        assert!(matches!(keys("ann: sha256:abcd"), Err(Error::Line { line: 1, .. })));
     }
 
     #[test]

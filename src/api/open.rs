@@ -4,10 +4,12 @@
 //! one connection left out and these added: `x-request-id` (the client's, or one that was made), `x-spark-box`
 //! (the node whose engine answered) and `x-spark-router-us` (what the routers added).
 //!
-//! Three exceptions, each a span of the body and no more. `/v1/responses` does not heed `X-Request-Id` but takes its id
+//! Five exceptions, each a span of the body and no more. `/v1/responses` does not heed `X-Request-Id` but takes its id
 //! out of the body; where the body has no `request_id`, one (`resp_` and the id) is put in front of its first field. A
 //! stream is asked for its usage where the client did not, and the event with it is left out of the answer. A model that
-//! is called by an alias (`router.aliases`) is called by its own name there, and by the alias in the answer.
+//! is called by an alias (`router.aliases`) is called by its own name there, and by the alias in the answer. Prompts of a
+//! key that is isolated get a `cache_salt`. Claude Code's billing line is left out of the system prompt
+//! (`router.drop_billing_line`).
 //!
 //! A request may say where it is to be served: `x-spark-box: <name>` binds it to a node. `x-spark-forwarded` from
 //! a client means no more than "serve it here".
@@ -27,8 +29,8 @@ use super::keys::Keys;
 use super::{body, errors};
 use crate::base::units;
 use crate::router::{
-    Aim, Alias, Ask, BOX, Call, Endpoint, FORWARDED, Flight, OWNER, Passage, REQUEST_ID, Refusal, Router,
-    splice,
+    Aim, Alias, Ask, BOX, Call, Carried, Class, Endpoint, FORWARDED, Flight, OWNER, PRIORITY, REQUEST_ID,
+    Refusal, Rights, Router, drop_nonce, splice,
 };
 
 /// The open API. Cheap to clone.
@@ -39,9 +41,18 @@ pub struct Open(Arc<Inner>);
 struct Inner {
     router: Router,
     keys: Keys,
-    max_body: u64,
+    limits: Limits,
+}
+
+/// What is taken in, and under which names.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Largest body.
+    pub max_body: units::Bytes,
+    /// `router.drop_billing_line`.
+    pub drop_billing_line: bool,
     /// Models by the names that clients may use for them beside their own.
-    aliases: BTreeMap<String, String>,
+    pub aliases: BTreeMap<String, String>,
 }
 
 /// Where a request comes in.
@@ -61,13 +72,8 @@ const LINGER_TIMES: u64 = 4;
 const LARGE: usize = 1 << 20;
 
 impl Open {
-    pub fn new(
-        router: Router,
-        keys: Keys,
-        max_body: units::Bytes,
-        aliases: BTreeMap<String, String>,
-    ) -> Self {
-        Self(Arc::new(Inner { router, keys, max_body: max_body.0, aliases }))
+    pub fn new(router: Router, keys: Keys, limits: Limits) -> Self {
+        Self(Arc::new(Inner { router, keys, limits }))
     }
 
     pub fn router(&self) -> &Router {
@@ -134,7 +140,7 @@ impl Open {
         // A client that waits for our word has not sent its body yet, and now will not.
         let waits = parts.headers.contains_key(header::EXPECT);
         let whole = body.is_end_stream()
-            || (!waits && body::linger(body, self.0.max_body.saturating_mul(LINGER_TIMES)).await);
+            || (!waits && body::linger(body, self.0.limits.max_body.0.saturating_mul(LINGER_TIMES)).await);
         errors::response(endpoint, id, refusal, !whole)
     }
 
@@ -160,15 +166,16 @@ impl Open {
         parts: &Parts,
         body: &mut Body,
     ) -> Result<(Flight, Bytes), Refusal> {
-        let Inner { router, keys, max_body, .. } = &*self.0;
-        let (from, owner) = match entry {
+        let Inner { router, keys, limits } = &*self.0;
+        let (from, owner, rights) = match entry {
             Entry::Relay => {
                 let from = text(&parts.headers, &FORWARDED).unwrap_or("peer").to_owned();
                 let told = text(&parts.headers, &OWNER).and_then(|name| hex::decode(name).ok());
-                (Some(from), told.and_then(|name| String::from_utf8(name).ok()))
+                (Some(from), told.and_then(|name| String::from_utf8(name).ok()), None)
             }
-            Entry::Public => match keys.check(&parts.headers) {
-                Ok(name) => (None, name.map(str::to_owned)),
+            Entry::Public => match keys.guest(&parts.headers) {
+                Ok(None) => (None, None, Some(Rights::default())),
+                Ok(Some((name, rights))) => (None, Some(name.to_owned()), Some(rights.clone())),
                 Err(refusal) => {
                     router.turned_away(endpoint, &refusal);
                     return Err(refusal);
@@ -179,7 +186,15 @@ impl Open {
         if let Some(owner) = owner {
             flight.belongs_to(&owner);
         }
-        match body::read(body, *max_body).await {
+        // The node that passed it on has seen to what its key may do.
+        if let Some(rights) = rights {
+            let may = class(&parts.headers).and_then(|asked| flight.may(rights, asked));
+            if let Err(refusal) = may {
+                flight.refused(refusal.status());
+                return Err(refusal);
+            }
+        }
+        match body::read(body, limits.max_body.0).await {
             Ok(bytes) => {
                 flight.body_arrived();
                 Ok((flight, bytes))
@@ -197,12 +212,15 @@ impl Open {
         mut flight: Flight,
         parts: &mut Parts,
         mut bytes: Bytes,
-    ) -> Result<Response<Passage>, Refusal> {
-        let Inner { router, keys, aliases, .. } = &*self.0;
+    ) -> Result<Response<Carried>, Refusal> {
+        let Inner { router, keys, limits } = &*self.0;
         let endpoint = flight.endpoint();
+        if limits.drop_billing_line {
+            bytes = drop_nonce(endpoint, &bytes);
+        }
         let read = match endpoint {
             Endpoint::Models | Endpoint::ResponseById => Ok(Ask::bare(endpoint)),
-            _ => self.read(endpoint, &parts.headers, &bytes).await,
+            _ => self.read(endpoint, &parts.headers, &bytes, flight.salt().cloned()).await,
         };
         let ask = match read.and_then(|ask| router.knows(&ask).map(|()| ask)) {
             Ok(ask) => ask,
@@ -212,7 +230,8 @@ impl Open {
             }
         };
         let alias = ask.alias.clone().zip(ask.model.clone()).map(|(alias, model)| Alias { alias, model });
-        let (spliced, undo) = splice(endpoint, ask.stream, &bytes, &ask.spans, alias);
+        let (spliced, undo) =
+            splice(endpoint, ask.stream, &bytes, &ask.spans, alias, flight.salt().map(|salt| &**salt));
         bytes = spliced;
         if endpoint == Endpoint::Responses && ask.request_id.is_none() {
             bytes = body::with_request_id(&bytes, flight.engine_id());
@@ -235,23 +254,31 @@ impl Open {
         let target = parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
         let call = Call { method: parts.method.clone(), target, headers, body: bytes, undo };
         match endpoint {
-            Endpoint::Models => router.catalog(flight, aim, &call, aliases).await,
-            _ => router.carry(flight, &ask, aim, &call).await,
+            Endpoint::Models => router.catalog(flight, aim, call, &limits.aliases).await,
+            _ => router.carry(flight, ask, aim, call).await,
         }
     }
 
-    async fn read(&self, endpoint: Endpoint, headers: &HeaderMap, bytes: &Bytes) -> Result<Ask, Refusal> {
+    async fn read(
+        &self,
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        bytes: &Bytes,
+        salt: Option<Arc<str>>,
+    ) -> Result<Ask, Refusal> {
         let malformed = |error: serde_json::Error| Refusal::Malformed(error.to_string());
         let inner = Arc::clone(&self.0);
         let own = move |called: &str| {
-            let model = inner.aliases.get(called)?;
+            let model = inner.limits.aliases.get(called)?;
             (!inner.router.serves(called)).then(|| model.clone())
         };
         if bytes.len() < LARGE {
-            return Ask::read_as(endpoint, headers, bytes, own).map_err(malformed);
+            return Ask::read_as(endpoint, headers, bytes, own, salt.as_deref()).map_err(malformed);
         }
         let (headers, bytes) = (headers.clone(), bytes.clone());
-        let reading = tokio::task::spawn_blocking(move || Ask::read_as(endpoint, &headers, &bytes, own));
+        let reading = tokio::task::spawn_blocking(move || {
+            Ask::read_as(endpoint, &headers, &bytes, own, salt.as_deref())
+        });
         reading.await.map_err(|error| Refusal::Malformed(error.to_string()))?.map_err(malformed)
     }
 
@@ -284,6 +311,14 @@ fn no_route(parts: &Parts) -> Refusal {
 
 fn shown(path: &str) -> String {
     path.chars().take(256).collect()
+}
+
+/// The class that a request asks for.
+fn class(headers: &HeaderMap) -> Result<Option<Class>, Refusal> {
+    let Some(value) = headers.get(PRIORITY) else { return Ok(None) };
+    let name = String::from_utf8_lossy(value.as_bytes());
+    let unknown = || Refusal::UnknownClass(name.chars().take(64).collect());
+    Class::named(&name).map(Some).ok_or_else(unknown)
 }
 
 fn text<'h>(headers: &'h HeaderMap, name: &header::HeaderName) -> Option<&'h str> {

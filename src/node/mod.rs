@@ -160,6 +160,7 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
             strategy: settings.router.strategy,
             idle: Duration::from_secs(settings.router.idle_timeout_s.into()),
             max_requests: settings.listen.max_requests,
+            admission: admission(&settings),
             dial: dial(cluster.clone()),
         },
         clock.clone(),
@@ -219,8 +220,12 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
         chains: Arc::default(),
         alerts: Arc::default(),
     };
-    let aliases = parts.settings.router.aliases.clone();
-    let open = open::Open::new(router, keys, parts.settings.listen.max_body, aliases);
+    let limits = open::Limits {
+        max_body: parts.settings.listen.max_body,
+        drop_billing_line: parts.settings.router.drop_billing_line,
+        aliases: parts.settings.router.aliases.clone(),
+    };
+    let open = open::Open::new(router, keys, limits);
     let (store, cluster) = (parts.store.clone(), parts.cluster.clone());
     let desk = desk::Desk::new(store, cluster, Arc::clone(&parts.chains), tasks.clone());
     let asked = parts.clone();
@@ -231,6 +236,16 @@ async fn start_and_serve(settings: Settings, places: Places) -> Result<(), Error
     serve(&parts, judge, open, listener, meter, orders)?;
     say_where(&parts, local_key)?;
     wait_and_drain(&parts).await
+}
+
+/// What the engine gets at once. Of an engine that somebody else starts it is not known what it can take.
+fn admission(settings: &Settings) -> router::Admission {
+    let places = match (settings.router.places, settings.engine.kind) {
+        (0, EngineKind::Attached) => 0,
+        (0, _) => settings.engine.max_num_seqs,
+        (places, _) => places,
+    };
+    router::Admission { places, queue: settings.router.queue }
 }
 
 /// Finds at the start what would fail at the first transfer, and watches from then on.

@@ -123,15 +123,17 @@ impl Ask {
 
     /// Reads a JSON body. The error is serde_json's, with line and column.
     pub fn read(endpoint: Endpoint, headers: &HeaderMap, body: &[u8]) -> Result<Self, serde_json::Error> {
-        Self::read_as(endpoint, headers, body, |_| None)
+        Self::read_as(endpoint, headers, body, |_| None, None)
     }
 
-    /// As [`Ask::read`]; `own` gives the own name of a model that is called by an alias.
+    /// As [`Ask::read`]; `own` gives the own name of a model that is called by an alias, `salt` keeps its prompts apart
+    /// from those of others.
     pub fn read_as(
         endpoint: Endpoint,
         headers: &HeaderMap,
         body: &[u8],
         own: impl Fn(&str) -> Option<String>,
+        salt: Option<&str>,
     ) -> Result<Self, serde_json::Error> {
         let view: View<'_> = serde_json::from_slice(body)?;
         let mut roller = Roller::new(endpoint.name());
@@ -140,6 +142,11 @@ impl Ask {
         let (model, alias) = if named.is_some() { (named, called) } else { (called, None) };
         if endpoint.generates() {
             roller.feed(model.as_deref().unwrap_or_default().as_bytes());
+            // Prompts with another salt share nothing.
+            for salt in salt.into_iter().chain(view.cache_salt.map(RawValue::get)) {
+                roller.feed(b"\0salt\0");
+                roller.feed(salt.as_bytes());
+            }
             let strip = endpoint == Endpoint::Messages;
             for (span, content) in [(view.tools, false), (view.system, true), (view.instructions, false)] {
                 if let Some(span) = span {
@@ -170,6 +177,7 @@ impl Ask {
             spans: Spans {
                 model: view.model.map(|raw| span(body, raw)),
                 stream_options: view.stream_options.map(|raw| span(body, raw)),
+                cache_salt: view.cache_salt.map(|raw| span(body, raw)),
             },
         })
     }
@@ -264,6 +272,7 @@ struct View<'a> {
     user: Option<&'a RawValue>,
     metadata: Option<&'a RawValue>,
     request_id: Option<&'a RawValue>,
+    cache_salt: Option<&'a RawValue>,
     previous_response_id: Option<&'a RawValue>,
 }
 
@@ -287,6 +296,7 @@ impl<'a> View<'a> {
             "user" => &mut self.user,
             "metadata" => &mut self.metadata,
             "request_id" => &mut self.request_id,
+            "cache_salt" => &mut self.cache_salt,
             "previous_response_id" => &mut self.previous_response_id,
             _ => return None,
         })

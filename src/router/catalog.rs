@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 use super::flight::{End, Flight};
 use super::passage::Passage;
 use super::relay::{Call, To};
-use super::{Aim, Ask, Endpoint, Fit, Refusal, Router};
+use super::{Aim, Ask, Carried, Endpoint, Fit, Refusal, Router};
 
 /// A list of models is some kilobytes; what is larger is none.
 const LIST_MAX: usize = 1 << 20;
@@ -59,9 +59,9 @@ impl Router {
         &self,
         mut flight: Flight,
         aim: Aim,
-        call: &Call,
+        call: Call,
         aliases: &BTreeMap<String, String>,
-    ) -> Result<Response<Passage>, Refusal> {
+    ) -> Result<Response<Carried>, Refusal> {
         let ask = Ask::bare(Endpoint::Models);
         let own = self.shared.own();
         let more: Vec<String> = self
@@ -76,14 +76,14 @@ impl Router {
             .collect();
         let plain = more.is_empty() && aliases.is_empty();
         if aim != Aim::Near || plain || matches!(own.fit, Fit::Unfit(_)) {
-            return self.carry(flight, &ask, aim, call).await;
+            return self.carry(flight, ask, aim, call).await;
         }
         flight.placed(self.name(), 0, "all nodes are asked what they serve".into(), None);
         flight.sent();
         let mut lists = Vec::new();
-        lists.extend(self.list(To::Engine(&own.url), call).await);
+        lists.extend(self.list(To::Engine(&own.url), &call).await);
         for name in &more {
-            lists.extend(self.list(To::Peer { name, own: self.name() }, call).await);
+            lists.extend(self.list(To::Peer { name, own: self.name() }, &call).await);
         }
         if lists.is_empty() {
             let refusal = Refusal::NotReady("no node answers".into());
@@ -97,7 +97,7 @@ impl Router {
         if body.is_empty() {
             flight.ended(End::Broken);
         }
-        let mut response = Response::new(Passage::of(body, flight));
+        let mut response = Response::new(Carried::from(Passage::of(body, flight)));
         *response.headers_mut() = headers;
         response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)

@@ -12,8 +12,10 @@ use serde::Serialize;
 use super::ask::{Ask, Endpoint};
 use super::book::Seat;
 use super::foresee::{Foreseen, Known, Looking};
+use super::line::{Rights, Turn};
 use super::policy::Basis;
 use super::prefix::{self, Mark};
+use super::queue::{Class, Target};
 use super::refusal::Refusal;
 use super::state::Shared;
 use super::usage::{Tail, Usage};
@@ -53,6 +55,8 @@ pub struct Outcome {
     /// Until the first byte of a stream.
     pub ttft: Option<Duration>,
     pub duration: Duration,
+    /// In line for room at an engine.
+    pub queued: Duration,
     pub status: u16,
     pub end: End,
     pub stream: bool,
@@ -96,6 +100,12 @@ pub struct Flight {
     looking: Option<Looking>,
     done: bool,
     seat: Option<Seat>,
+    /// Its place in line, or on the way from there to its seat.
+    turn: Option<Turn>,
+    salt: Option<Arc<str>>,
+    class: Class,
+    /// It counts against its key.
+    counted: bool,
     out: Outcome,
 }
 
@@ -121,6 +131,10 @@ impl Flight {
             looking: None,
             done: false,
             seat: None,
+            turn: None,
+            salt: None,
+            class: Class::default(),
+            counted: false,
             out: Outcome {
                 engine_id: endpoint.engine_id(&id),
                 id,
@@ -131,6 +145,7 @@ impl Flight {
                 started_unix_s: unix_seconds(),
                 ttft: None,
                 duration: Duration::ZERO,
+                queued: Duration::ZERO,
                 status: HUNG_UP,
                 end: End::HungUp,
                 stream: false,
@@ -165,8 +180,48 @@ impl Flight {
         self.out.node.as_deref()
     }
 
+    /// The node that passed it on to this one.
+    pub fn came_from(&self) -> Option<&str> {
+        self.out.forwarded_from.as_deref()
+    }
+
     pub(super) fn prefix(&self) -> &[Mark] {
         &self.prefix
+    }
+
+    /// What it may do; `asked` is the class that it asks for.
+    pub fn may(&mut self, rights: Rights, asked: Option<Class>) -> Result<(), Refusal> {
+        self.class = rights.class(asked);
+        if let (Some(owner), false) = (&self.owner, self.counted) {
+            self.shared.enter_key(owner, rights.limit)?;
+            self.counted = true;
+        }
+        self.salt = rights.salt;
+        Ok(())
+    }
+
+    /// What it computes is for its key alone, under this salt.
+    pub fn salt(&self) -> Option<&Arc<str>> {
+        self.salt.as_ref()
+    }
+
+    /// Takes its place. Whether it has to wait.
+    pub(super) fn line_up(&mut self, target: Target, cost_s: impl FnOnce() -> f64) -> Result<bool, Refusal> {
+        let turn = self.shared.take_turn(self.class, target, cost_s)?;
+        let waits = turn.waits();
+        self.turn = Some(turn);
+        Ok(waits)
+    }
+
+    /// Waits until it may go.
+    pub(super) async fn called(&mut self) {
+        let Some(turn) = &mut self.turn else { return };
+        (&mut *turn).await;
+        self.out.queued = turn.waited();
+    }
+
+    pub fn queued(&self) -> Duration {
+        self.out.queued
     }
 
     /// It came with the API key of this name, here or at the node that passed it on.
@@ -236,7 +291,12 @@ impl Flight {
         self.out.basis = basis;
         self.sit(node);
         self.out.known_bytes = known_bytes;
-        self.out.why = why;
+        self.out.why = match self.out.queued.as_secs_f64() {
+            waited if waited > 0.0 => {
+                format!("{why}; it had waited in line for {waited:.1} s as {}", self.class.name())
+            }
+            _ => why,
+        };
     }
 
     /// Takes a seat at `node`, leaving the one before.
@@ -246,7 +306,12 @@ impl Flight {
         let prefill_s = terms.filter(|_| self.out.endpoint.generates()).map_or(0.0, |terms| terms.prefill_s);
         let before = self.out.node.replace(node.to_owned());
         let before = before.as_deref().zip(self.seat.take());
+        let moved = before.is_some();
         self.seat = Some(self.shared.move_to(before, node, prefill_s));
+        // Its seat counts from now on, and no longer that it is on its way.
+        if self.turn.take().is_none() && moved {
+            self.shared.call_next();
+        }
     }
 
     /// Tokens of its prompt that were foretold to come out of a cache.
@@ -262,7 +327,8 @@ impl Flight {
     /// It is handed to the relay. Only the first time counts: a retry waits for a node, not for the router.
     pub(super) fn sent(&mut self) {
         let now = self.shared.clock.now();
-        self.added.get_or_insert(now.since(self.ready.unwrap_or(self.begin)));
+        let all = now.since(self.ready.unwrap_or(self.begin));
+        self.added.get_or_insert(all.saturating_sub(self.out.queued));
     }
 
     /// What the router has added so far.
@@ -319,6 +385,10 @@ impl Drop for Flight {
         if self.entered {
             self.shared.owners.lock().leave(&self.out.engine_id);
         }
+        if let (Some(owner), true) = (&self.owner, self.counted) {
+            self.shared.leave_key(owner);
+        }
+        drop(self.turn.take());
         self.out.duration = self.shared.clock.now().since(self.begin);
         self.out.usage = self.tail.usage();
         self.out.foreseen = self.known().cloned();

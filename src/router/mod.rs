@@ -3,7 +3,8 @@
 //! `ask` reads what a request asks for, `prefix` remembers what each node computed, `price` says what each box would
 //! cost in seconds, `policy` decides, `book` keeps what is in flight and learns from it, `splice` changes the few bytes
 //! that have to change: all pure. `tokens` makes a prompt's exact token ids and `chain` the engine's hashes of them;
-//! `foresee` waits for that before a request is placed. `relay` carries the bytes, `flight` and `passage` count a
+//! `foresee` waits for that before a request is placed. `queue` says who goes next where engines have all that they can
+//! take, `line` lets the others wait, `waiting` keeps their connections alive meanwhile. `relay` carries the bytes, `flight` and `passage` count a
 //! request until the last byte of its answer, `state` holds what they share. `miss` says afterwards why a turn was
 //! computed again.
 //!
@@ -19,18 +20,22 @@ pub mod chain;
 pub mod coverage;
 mod flight;
 mod foresee;
+mod line;
 mod miss;
+mod nonce;
 mod owners;
 mod passage;
 mod policy;
 mod prefix;
 mod price;
+mod queue;
 mod refusal;
 mod relay;
 mod splice;
 mod state;
 pub mod tokens;
 mod usage;
+mod waiting;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -49,17 +54,24 @@ pub use ask::{Ask, Endpoint};
 pub use chain::Reach;
 pub use flight::{End, Flight, HUNG_UP, Outcome};
 pub use foresee::{Foresee, Foreseen, Known, Looking, Slot};
+pub use line::{Admission, Rights, Waiting as InLine};
 pub use miss::{Cause, Conversations, Miss, Outline, Turn};
+pub use nonce::drop_nonce;
 pub use passage::Passage;
 pub use policy::{Basis, Candidate, Decision, Fit, Reason, Request, Terms};
 pub use prefix::Mark;
 pub use price::speed::Speeds;
 pub use price::{Link, Links};
+pub use queue::Class;
 pub use refusal::Refusal;
-pub use relay::{BOX, CACHED_FORETOLD, Call, Dial, FORWARDED, OWNER, REQUEST_ID, ROUTER_US, Wire, nobody};
+pub use relay::{
+    BOX, CACHED_FORETOLD, Call, Dial, FORWARDED, OWNER, PRIORITY, QUEUE_MS, REQUEST_ID, ROUTER_US, Wire,
+    nobody,
+};
 pub use splice::{Alias, Undo, splice};
 pub use state::{Note, Own, Peer};
 pub use usage::Usage;
+pub use waiting::{Carried, Waiting};
 
 /// What a router is made with.
 pub struct Options {
@@ -73,6 +85,8 @@ pub struct Options {
     pub idle: Duration,
     /// Most requests in flight (`listen.max_requests`).
     pub max_requests: u32,
+    /// Requests that the own engine gets at once, and how many may wait for room.
+    pub admission: Admission,
     pub dial: Dial,
 }
 
@@ -102,11 +116,16 @@ pub struct Router {
 }
 
 /// A request on its way to a place.
-struct Wanted<'a> {
-    ask: &'a Ask,
+struct Wanted {
+    ask: Ask,
+    aim: Aim,
+    call: Call,
     request: Request,
     foreseen: Option<Foreseen>,
 }
+
+/// A stream that waits longer in line is begun by the router ([`waiting`]).
+const QUIET: Duration = Duration::from_secs(1);
 
 /// An answer that is not a stream is taken in up to this size before its head is passed on, so that an engine that
 /// dies in the middle becomes a 502 and not half a document. Larger ones pass as they come.
@@ -114,8 +133,8 @@ const WHOLE_MAX: usize = 4 << 20;
 
 impl Router {
     pub fn new(options: Options, clock: Clock, meter: &Meter) -> Self {
-        let Options { name, share, strategy, idle, max_requests, dial } = options;
-        let shared = Arc::new(state::Shared::new(name, max_requests, clock, meter));
+        let Options { name, share, strategy, idle, max_requests, admission, dial } = options;
+        let shared = Arc::new(state::Shared::new(name, max_requests, admission, clock, meter));
         Self { shared, relay: relay::Relay::new(dial), share, strategy, idle }
     }
 
@@ -180,6 +199,16 @@ impl Router {
         self.shared.in_flight()
     }
 
+    /// Requests that wait for room at an engine.
+    pub fn waiting(&self) -> InLine {
+        self.shared.waiting()
+    }
+
+    /// Nothing is in flight, nobody waits, and nothing counts against a key or is somebody's.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight() == 0 && self.shared.is_idle() && self.shared.owners.lock().is_idle()
+    }
+
     /// Admits no more requests: they get 503 with a time to try again.
     pub fn drain(&self) {
         self.shared.drain();
@@ -236,33 +265,103 @@ impl Router {
         all.iter().any(|c| c.node == node && !matches!(c.fit, Fit::Unfit(_))).then_some(node)
     }
 
-    /// Sends a request where it belongs and brings back the answer. On an error the flight has ended with it.
+    /// Sends a request where it belongs, when there is room for it, and brings back the answer. On an error the flight
+    /// has ended with it.
     pub async fn carry(
         &self,
         mut flight: Flight,
-        ask: &Ask,
+        ask: Ask,
         aim: Aim,
-        call: &Call,
-    ) -> Result<Response<Passage>, Refusal> {
-        flight.asked(ask);
+        call: Call,
+    ) -> Result<Response<Carried>, Refusal> {
+        flight.asked(&ask);
         flight.look_ahead(&call.body);
         // Where it goes is settled for the others: what is found out by now is only written down.
         let foreseen = match aim {
             Aim::Best => flight.foreseen().await.cloned(),
             _ => flight.known().and_then(|known| known.as_ref().ok()).cloned(),
         };
-        let wanted = Wanted { ask, request: self.shared.wanted(ask, foreseen.as_ref()), foreseen };
-        match Box::pin(self.fetch(&mut flight, &wanted, &aim, call)).await {
+        let request = self.shared.wanted(&ask, foreseen.as_ref());
+        let wanted = Wanted { ask, aim, call, request, foreseen };
+        match self.line_up(&mut flight, &wanted) {
+            Err(refusal) => {
+                flight.refused(refusal.status());
+                return Err(refusal);
+            }
+            Ok(false) => {}
+            Ok(true) => {
+                let called = tokio::time::timeout(QUIET, flight.called()).await.is_ok();
+                if !called && wanted.ask.stream {
+                    return Ok(self.begin(flight, wanted));
+                }
+                flight.called().await;
+            }
+        }
+        Ok(self.serve(flight, &wanted).await?.map(Carried::from))
+    }
+
+    /// Takes a place in line, where one is needed. Whether it has to wait for its turn.
+    fn line_up(&self, flight: &mut Flight, wanted: &Wanted) -> Result<bool, Refusal> {
+        let Wanted { ask, aim, request, foreseen, .. } = wanted;
+        let own = || Some(self.name().to_owned());
+        let node = match aim {
+            Aim::Near => return Ok(false),
+            // The node where it came in has seen to it.
+            Aim::Here(_) if flight.came_from().is_some() => return Ok(false),
+            Aim::Here(_) => own(),
+            Aim::Pinned(node) | Aim::Held(node) => Some(node.clone()),
+            Aim::Best if !self.share && self.can_serve() => own(),
+            Aim::Best => None,
+        };
+        if ask.endpoint == Endpoint::ResponseById {
+            return Ok(false);
+        }
+        let target = queue::Target { model: ask.model.clone(), node };
+        let cost_s = || {
+            let all = self.shared.candidates(ask, request, foreseen.as_ref());
+            let works = all.iter().filter_map(|box_| {
+                let terms = price::price(request, box_)?;
+                let beside = f64::from(box_.running.max(1));
+                Some(terms.prefill_s + request.output * box_.speeds.step_s(beside) / beside)
+            });
+            works.min_by(f64::total_cmp).unwrap_or(0.0)
+        };
+        flight.line_up(target, cost_s)
+    }
+
+    fn can_serve(&self) -> bool {
+        !matches!(self.shared.own().fit, Fit::Unfit(_))
+    }
+
+    /// Begins the answer to a stream that has waited long enough.
+    fn begin(&self, mut flight: Flight, wanted: Wanted) -> Response<Carried> {
+        let (endpoint, id) = (flight.endpoint(), HeaderValue::from_str(flight.id()));
+        let router = self.clone();
+        let way = async move {
+            flight.called().await;
+            router.serve(flight, &wanted).await
+        };
+        let mut response = Waiting::answer(endpoint, Box::pin(way));
+        if let Ok(id) = id {
+            response.headers_mut().insert(REQUEST_ID, id);
+        }
+        response
+    }
+
+    /// Places a request whose turn it is and brings back the answer.
+    async fn serve(&self, mut flight: Flight, wanted: &Wanted) -> Result<Response<Passage>, Refusal> {
+        match Box::pin(self.fetch(&mut flight, wanted)).await {
             Err(refusal) => {
                 flight.refused(refusal.status());
                 Err(refusal)
             }
             Ok(fetched) => {
-                let Fetched { answer, held, rest, events } = fetched.mended(&call.undo);
+                let undo = &wanted.call.undo;
+                let Fetched { answer, held, rest, events } = fetched.mended(undo);
                 flight.answered(answer.status.as_u16());
                 let headers = self.dress(&flight, answer.headers);
-                let undo = call.undo.clone();
-                let mut response = Response::new(Passage::new(held, rest, self.idle, events, undo, flight));
+                let passage = Passage::new(held, rest, self.idle, events, undo.clone(), flight);
+                let mut response = Response::new(passage);
                 (*response.status_mut(), *response.headers_mut()) = (answer.status, headers);
                 Ok(response)
             }
@@ -270,20 +369,15 @@ impl Router {
     }
 
     /// Tries one node and, where that may help, a second.
-    async fn fetch(
-        &self,
-        flight: &mut Flight,
-        wanted: &Wanted<'_>,
-        aim: &Aim,
-        call: &Call,
-    ) -> Result<Fetched, Refusal> {
-        let first = self.choose(wanted, aim, None)?;
+    async fn fetch(&self, flight: &mut Flight, wanted: &Wanted) -> Result<Fetched, Refusal> {
+        let Wanted { aim, call, .. } = wanted;
+        let first = self.choose(wanted, None)?;
         let once = self.attempt(flight, &first, call).await;
         let bound = matches!(aim, Aim::Here(_) | Aim::Pinned(_) | Aim::Held(_));
         if bound || !worth_another(wanted.ask.endpoint, &once) {
             return self.take_in(once?, &first.node).await;
         }
-        let Ok(second) = self.choose(wanted, aim, Some(&first.node)) else {
+        let Ok(second) = self.choose(wanted, Some(&first.node)) else {
             return self.take_in(once?, &first.node).await;
         };
         let failure = match &once {
@@ -309,8 +403,8 @@ impl Router {
     }
 
     /// Decides where to go, leaving out a node that was tried.
-    fn choose(&self, wanted: &Wanted<'_>, aim: &Aim, tried: Option<&str>) -> Result<Decision, Refusal> {
-        let Wanted { ask, request, foreseen } = wanted;
+    fn choose(&self, wanted: &Wanted, tried: Option<&str>) -> Result<Decision, Refusal> {
+        let Wanted { ask, aim, request, foreseen, .. } = wanted;
         let mut all = self.shared.candidates(ask, request, foreseen.as_ref());
         let own = self.name();
         match aim {
@@ -422,6 +516,10 @@ impl Router {
         }
         if let (Some(cached), false) = (flight.foretold_cached(), headers.contains_key(&CACHED_FORETOLD)) {
             headers.insert(CACHED_FORETOLD, HeaderValue::from(cached));
+        }
+        if flight.queued() > Duration::ZERO {
+            let waited = u64::try_from(flight.queued().as_millis()).unwrap_or(u64::MAX);
+            headers.insert(QUEUE_MS, HeaderValue::from(waited));
         }
         let there = headers.get(ROUTER_US).and_then(|us| us.to_str().ok()?.parse::<u64>().ok()).unwrap_or(0);
         let here = u64::try_from(flight.added().as_micros()).unwrap_or(u64::MAX);

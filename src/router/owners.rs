@@ -46,6 +46,11 @@ impl Owners {
         self.known.insert(engine_id.to_owned(), entry);
     }
 
+    /// No request is in flight under any id.
+    pub fn is_idle(&self) -> bool {
+        self.known.values().all(|entry| entry.in_flight == 0)
+    }
+
     /// A request that had entered has ended.
     pub fn leave(&mut self, engine_id: &str) {
         let Some(entry) = self.known.get_mut(engine_id) else { return };

@@ -29,6 +29,16 @@ pub enum Refusal {
     WrongMethod { method: String, path: String },
     #[error("{max} requests are in flight here, which is the limit (listen.max_requests): try again")]
     Busy { max: u32 },
+    #[error(
+        "the line of requests that wait for an engine is full for class {class} (router.queue): try again in {seconds} s"
+    )]
+    QueueFull { class: &'static str, seconds: u32 },
+    #[error(
+        "{limit} requests with the API key `{key}` are in flight here, which is its limit: try again in {seconds} s"
+    )]
+    KeyBusy { key: String, limit: u32, seconds: u32 },
+    #[error("x-spark-priority is interactive, normal or batch, not `{0}`")]
+    UnknownClass(String),
     #[error("this box is about to stop and takes no new requests: try again")]
     Draining,
     #[error("no engine can serve this now: {0}")]
@@ -44,13 +54,13 @@ pub enum Refusal {
 impl Refusal {
     pub fn status(&self) -> u16 {
         match self {
-            Self::Malformed(_) | Self::UnknownBox { .. } => 400,
+            Self::Malformed(_) | Self::UnknownBox { .. } | Self::UnknownClass(_) => 400,
             Self::NoKey => 401,
             Self::UnknownModel { .. } | Self::NoRoute { .. } => 404,
             Self::WrongMethod { .. } => 405,
             Self::NoBody(_) => 408,
             Self::TooLarge { .. } => 413,
-            Self::Busy { .. } => 429,
+            Self::Busy { .. } | Self::QueueFull { .. } | Self::KeyBusy { .. } => 429,
             Self::Unreachable { .. } | Self::BrokeOff { .. } => 502,
             Self::Draining | Self::NotReady(_) => 503,
             Self::Silent { .. } => 504,
@@ -69,6 +79,9 @@ impl Refusal {
             Self::NoRoute { .. } => "not_found",
             Self::WrongMethod { .. } => "method_not_allowed",
             Self::Busy { .. } => "too_many_requests",
+            Self::QueueFull { .. } => "queue_full",
+            Self::KeyBusy { .. } => "key_limit",
+            Self::UnknownClass(_) => "unknown_priority",
             Self::Draining => "draining",
             Self::NotReady(_) => "engine_not_ready",
             Self::Unreachable { .. } => "engine_unreachable",
@@ -82,6 +95,8 @@ impl Refusal {
     pub fn retry_after_s(&self) -> Option<u32> {
         match self {
             Self::Busy { .. } => Some(1),
+            // What the price says that the work ahead takes.
+            Self::QueueFull { seconds, .. } | Self::KeyBusy { seconds, .. } => Some(*seconds),
             Self::Draining | Self::NotReady(_) => Some(5),
             _ => None,
         }

@@ -48,6 +48,10 @@ pub const BOX: HeaderName = HeaderName::from_static("x-spark-box");
 pub const CACHED_FORETOLD: HeaderName = HeaderName::from_static("x-spark-cached-tokens-predicted");
 /// Microseconds that the routers added.
 pub const ROUTER_US: HeaderName = HeaderName::from_static("x-spark-router-us");
+/// Milliseconds that a request waited in line for room at an engine.
+pub const QUEUE_MS: HeaderName = HeaderName::from_static("x-spark-queue-ms");
+/// In a request: `interactive`, `normal` or `batch`.
+pub const PRIORITY: HeaderName = HeaderName::from_static("x-spark-priority");
 /// The name of the API key that a request came with, in hexadecimal: what one node tells another. Nobody else is heard.
 pub const OWNER: HeaderName = HeaderName::from_static("x-spark-owner");
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

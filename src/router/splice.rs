@@ -1,11 +1,12 @@
 //! The few bytes of a body that have to change on the way to the engine, and how its answer is put right again. Pure.
 //!
 //! A body is never built anew: a span of it is replaced or something is put in front of its first field, and every other
-//! byte stays as it came. Two things need that:
+//! byte stays as it came. Three things need that:
 //!
 //! - *Usage.* A stream says how many tokens it had, and how many of them came out of a cache, only when it is asked to.
 //!   The router always wants to know, so it asks where the client did not, and leaves the event with the answer out of
 //!   the stream.
+//! - *Isolation.* Prompts of a key that is isolated get a `cache_salt` of their own; one that the client gave goes into it.
 //! - *Aliases.* A model that the client calls by an alias is called by its own name on the way there and by the alias on
 //!   the way back.
 
@@ -15,6 +16,7 @@ use bytes::{Bytes, BytesMut};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
+use sha2::{Digest, Sha256};
 
 use super::ask::Endpoint;
 
@@ -23,6 +25,7 @@ use super::ask::Endpoint;
 pub struct Spans {
     pub model: Option<Range<usize>>,
     pub stream_options: Option<Range<usize>>,
+    pub cache_salt: Option<Range<usize>>,
 }
 
 /// A name that the client used for a model, and the model's own.
@@ -55,6 +58,7 @@ pub fn splice(
     body: &Bytes,
     spans: &Spans,
     alias: Option<Alias>,
+    salt: Option<&str>,
 ) -> (Bytes, Undo) {
     let mut changes: Vec<(Range<usize>, String)> = Vec::new();
     if let (Some(alias), Some(span)) = (&alias, &spans.model) {
@@ -64,6 +68,7 @@ pub fn splice(
     let usage = if may_ask { ask_for_usage(body, spans.stream_options.as_ref()) } else { None };
     let undo = Undo { usage: usage.is_some(), alias };
     changes.extend(usage);
+    changes.extend(salt.filter(|_| endpoint.generates()).and_then(|salt| isolate(body, spans, salt)));
     if changes.is_empty() {
         return (body.clone(), undo);
     }
@@ -79,6 +84,30 @@ pub fn splice(
     (out.into(), undo)
 }
 
+/// The salt of an isolated key's prompt; `given` is the client's own, which keeps its prompts apart from each other still.
+/// Neither can be told from it.
+pub fn salted(salt: &str, given: Option<&str>) -> String {
+    let Some(given) = given else { return salt.to_owned() };
+    let both = Sha256::new().chain_update(salt).chain_update([0]).chain_update(given).finalize();
+    hex::encode(&both[..16])
+}
+
+/// What to change so that a prompt has the salt of its key. None: the client's is no text, which the engine refuses.
+fn isolate(body: &Bytes, spans: &Spans, salt: &str) -> Option<(Range<usize>, String)> {
+    let Some(span) = &spans.cache_salt else {
+        return front(body, 0..body.len(), &format!("\"cache_salt\":\"{salt}\""));
+    };
+    let given: Option<String> = serde_json::from_slice(&body[span.clone()]).ok()?;
+    Some((span.clone(), format!("\"{}\"", salted(salt, given.as_deref()))))
+}
+
+/// A field in front of all others of an object.
+fn front(body: &Bytes, object: Range<usize>, field: &str) -> Option<(Range<usize>, String)> {
+    let open = object.start + body[object.clone()].iter().position(|byte| *byte == b'{')? + 1;
+    let comma = if body[open..].trim_ascii_start().starts_with(b"}") { "" } else { "," };
+    Some((open..open, format!("{field}{comma}")))
+}
+
 /// What to change so that a stream ends with its usage. None: it does so already, or the options are for the engine to
 /// refuse.
 fn ask_for_usage(body: &Bytes, options: Option<&Range<usize>>) -> Option<(Range<usize>, String)> {
@@ -87,20 +116,15 @@ fn ask_for_usage(body: &Bytes, options: Option<&Range<usize>>) -> Option<(Range<
         #[serde(borrow, default)]
         include_usage: Option<&'a RawValue>,
     }
-    let front = |object: Range<usize>, field: &str| {
-        let open = object.start + body[object.clone()].iter().position(|byte| *byte == b'{')? + 1;
-        let comma = if body[open..].trim_ascii_start().starts_with(b"}") { "" } else { "," };
-        Some((open..open, format!("{field}{comma}")))
-    };
     let Some(span) = options else {
-        return front(0..body.len(), &format!("\"stream_options\":{{{ASKED}}}"));
+        return front(body, 0..body.len(), &format!("\"stream_options\":{{{ASKED}}}"));
     };
     let text = std::str::from_utf8(&body[span.clone()]).ok()?;
     if text == "null" {
         return Some((span.clone(), format!("{{{ASKED}}}")));
     }
     match serde_json::from_str::<Options<'_>>(text).ok()?.include_usage {
-        None => front(span.clone(), ASKED),
+        None => front(body, span.clone(), ASKED),
         Some(raw) if matches!(raw.get(), "false" | "null") => {
             let at = span.start + (raw.get().as_ptr() as usize - text.as_ptr() as usize);
             Some((at..at + raw.get().len(), "true".into()))
@@ -249,7 +273,7 @@ mod tests {
     fn there(body: &str, alias: Option<Alias>) -> (String, Undo) {
         let body = Bytes::copy_from_slice(body.as_bytes());
         let ask = Ask::read(Endpoint::Chat, &http::HeaderMap::new(), &body).unwrap();
-        let (spliced, undo) = splice(Endpoint::Chat, ask.stream, &body, &ask.spans, alias);
+        let (spliced, undo) = splice(Endpoint::Chat, ask.stream, &body, &ask.spans, alias, None);
         (String::from_utf8(spliced.to_vec()).unwrap(), undo)
     }
 
@@ -337,6 +361,27 @@ mod tests {
         assert_eq!(mender.push(long.clone()), long);
         let mut nothing = Mender::new(Undo::default());
         assert_eq!(nothing.push("data: {\"half".into()), "data: {\"half");
+    }
+
+    #[test]
+    fn the_prompts_of_an_isolated_key_have_a_salt_and_every_other_byte_stays() {
+        let isolated = |endpoint, body: &str| {
+            let body = Bytes::copy_from_slice(body.as_bytes());
+            let ask = Ask::read(endpoint, &http::HeaderMap::new(), &body).unwrap();
+            let out = splice(endpoint, false, &body, &ask.spans, None, Some("S")).0;
+            String::from_utf8(out.to_vec()).unwrap()
+        };
+        let both = salted("S", Some("mine"));
+        assert!(both.len() == 32 && both != salted("S", Some("yours")) && both != salted("T", Some("mine")));
+        for (before, after) in [
+            (r#" { "a":1.0}"#, r#" {"cache_salt":"S", "a":1.0}"#.to_owned()),
+            (r#"{"x":0.10,"cache_salt": null }"#, r#"{"x":0.10,"cache_salt": "S" }"#.to_owned()),
+            (r#"{"cache_salt":"m\u0069ne","x":1}"#, format!(r#"{{"cache_salt":"{both}","x":1}}"#)),
+            (r#"{"cache_salt":7}"#, r#"{"cache_salt":7}"#.to_owned()),
+        ] {
+            assert_eq!(isolated(Endpoint::Messages, before), after);
+            assert_eq!(isolated(Endpoint::Plain, before), before);
+        }
     }
 
     proptest! {

@@ -16,11 +16,13 @@ use super::book::{Book, Seat, Told};
 use super::chain::Reach;
 use super::flight::{End, Outcome};
 use super::foresee::{Foresee, Foreseen};
+use super::line::{Admission, Line};
 use super::owners::Owners;
 use super::policy::{Candidate, Fit, Request};
 use super::prefix::{self, Known, Mark};
 use super::price::Links;
 use super::price::speed::Speeds;
+use super::queue::{Room, Target, knee};
 use super::refusal::Refusal;
 use crate::base::clock::{Clock, Micros};
 use crate::meter::{Meter, SECONDS};
@@ -57,6 +59,8 @@ pub struct Note {
     pub models: Vec<String>,
     /// Requests in flight on its engine.
     pub in_flight: u32,
+    /// Requests that its engine should have at once. 0: there is no bound.
+    pub places: u32,
     /// Seconds until the prompts among them are computed.
     pub queue_s: f64,
     /// How fast it is, and how rows come to it, as it has learned.
@@ -83,6 +87,8 @@ const HELD_MAX: usize = 4096;
 #[derive(Debug)]
 struct State {
     own: Own,
+    /// Requests that the own engine can run at once. 0: there is no bound.
+    places: u32,
     peers: BTreeMap<String, Peer>,
     known: BTreeMap<String, Known>,
     /// Requests of this router by the node they are at, and what they teach.
@@ -108,6 +114,7 @@ pub(super) struct Shared {
     /// Guards: whose request is whose. Held for a few map operations.
     pub owners: Mutex<Owners>,
     pub foresee: OnceLock<Foresee>,
+    pub line: Line,
     state: Mutex<State>,
     left: Notify,
 }
@@ -182,7 +189,7 @@ impl Series {
 const OUTCOMES_MAX: usize = 1024;
 
 impl Shared {
-    pub fn new(name: String, max_requests: u32, clock: Clock, meter: &Meter) -> Self {
+    pub fn new(name: String, max_requests: u32, admission: Admission, clock: Clock, meter: &Meter) -> Self {
         let own =
             Own { url: String::new(), models: Vec::new(), fit: Fit::Unfit("it has no engine yet".into()) };
         Self {
@@ -194,8 +201,10 @@ impl Shared {
             left: Notify::new(),
             owners: Mutex::default(),
             foresee: OnceLock::new(),
+            line: Line::new(admission.queue, meter),
             state: Mutex::new(State {
                 own,
+                places: admission.places,
                 peers: BTreeMap::new(),
                 known: BTreeMap::new(),
                 book: Book::new(Speeds::default()),
@@ -270,6 +279,7 @@ impl Shared {
                 less(&mut state.from, from);
             }
         }
+        self.call_next();
         self.left.notify_waiters();
         self.series
             .requests
@@ -308,7 +318,8 @@ impl Shared {
             }
             if let Some(terms) = terms {
                 self.series.foretold.observe(terms.ttft_s());
-                let off = (ttft.as_secs_f64() - terms.ttft_s()).abs() / ttft.as_secs_f64().max(0.001);
+                let ttft = ttft.saturating_sub(out.queued).as_secs_f64();
+                let off = (ttft - terms.ttft_s()).abs() / ttft.max(0.001);
                 self.series.off.observe(off);
             }
         }
@@ -366,6 +377,7 @@ impl Shared {
 
     pub fn set_own(&self, own: Own) {
         self.state.lock().own = own;
+        self.call_next();
     }
 
     pub fn own(&self) -> Own {
@@ -392,6 +404,8 @@ impl Shared {
                 (peer.name.clone(), peer)
             })
             .collect();
+        drop(state);
+        self.call_next();
     }
 
     pub fn note(&self) -> Note {
@@ -409,6 +423,7 @@ impl Shared {
             strained,
             models: state.own.models.clone(),
             in_flight: state.book.running(&self.name),
+            places: state.places(),
             queue_s: state.book.queue_s(&self.name, now),
             speeds: state.book.learned(),
             links: Some(state.book.links()),
@@ -471,6 +486,27 @@ impl Shared {
         all
     }
 
+    /// What room there is for a target at the nodes that serve it.
+    pub fn room(&self, target: &Target) -> Room {
+        let serving = self.state.lock().serving(&self.name, target, self.clock.now());
+        if serving.iter().all(|(places, ..)| *places > 0) && !serving.is_empty() {
+            return Room::Places(
+                serving.iter().map(|(places, running, _)| places.saturating_sub(*running)).sum(),
+            );
+        }
+        Room::Open
+    }
+
+    /// Whole seconds, at least one, until what is ahead of a request for a target is worked off: the least that a node
+    /// has to do, and what waits in line, shared by all of them.
+    pub fn backlog_s(&self, target: &Target, waiting_s: f64) -> u32 {
+        let serving = self.state.lock().serving(&self.name, target, self.clock.now());
+        let least = serving.iter().map(|(.., queue_s)| *queue_s).min_by(f64::total_cmp).unwrap_or(0.0);
+        let seconds = least + waiting_s / serving.len().max(1) as f64;
+        // A float becomes the nearest whole number that there is; an hour says enough.
+        (seconds.ceil() as u32).clamp(1, 3600)
+    }
+
     /// How many bytes of a prompt `node` is believed to know.
     pub fn known(&self, node: &str, marks: &[Mark]) -> u64 {
         self.state.lock().known.get(node).map_or(0, |known| known.longest(marks))
@@ -529,6 +565,31 @@ impl Shared {
 }
 
 impl State {
+    /// Requests that the own engine should have at once.
+    fn places(&self) -> u32 {
+        knee(self.book.learned(), self.places)
+    }
+
+    /// The nodes that serve a target now: places, requests in flight, and seconds until their prompts are computed.
+    fn serving(&self, own: &str, target: &Target, now: Micros) -> Vec<(u32, u32, f64)> {
+        let wants = |node: &str, fit: &Fit, models: &[String]| {
+            let model = models.is_empty() || target.model.as_ref().is_none_or(|model| models.contains(model));
+            model && !matches!(fit, Fit::Unfit(_)) && target.node.as_ref().is_none_or(|bound| bound == node)
+        };
+        let mut all = Vec::with_capacity(1 + self.peers.len());
+        if wants(own, &self.own.fit, &self.own.models) {
+            all.push((self.places(), self.book.running(own), self.book.queue_s(own, now)));
+        }
+        for peer in self.peers.values() {
+            let Some(note) = &peer.note else { continue };
+            if wants(&peer.name, &peer.fit(), &note.models) {
+                let queue_s = self.book.queue_s(&peer.name, now) + peer.queue_of_others_s(own);
+                all.push((note.places, peer.load(own, self.book.running(&peer.name)), queue_s));
+            }
+        }
+        all
+    }
+
     /// Tokens of a prompt that each node is believed to have computed before.
     fn guesses(&self, ask: &Ask, request: &Request) -> BTreeMap<&str, u32> {
         let tokens = |bytes: u64| {
@@ -596,7 +657,7 @@ mod tests {
     use super::*;
 
     fn shared() -> Shared {
-        Shared::new("a".into(), 9, Clock::sim(), &Meter::new())
+        Shared::new("a".into(), 9, Admission::default(), Clock::sim(), &Meter::new())
     }
 
     fn peer(note: Note) -> Peer {

@@ -42,6 +42,8 @@ fn router(settings: &Settings, found: &mut Vec<Finding>) {
     if router.idle_timeout_s == 0 {
         found.push(("router.idle_timeout_s", "must be at least 1".into()));
     }
+    between("router.places", router.places, 0, 65_536, found);
+    between("router.queue", router.queue, 0, 65_536, found);
     if router.aliases.len() > ALIASES_MAX {
         found.push(("router.aliases", format!("at most {ALIASES_MAX} names, not {}", router.aliases.len())));
     }

@@ -45,7 +45,10 @@ pub struct Listen {
     /// Public port: API under /v1, page under /, /metrics, /healthz. Default 8000. The engine takes +1, control
     /// between nodes +2, data between nodes +3.
     pub port: u16,
-    /// File with one API key per line (`name:key`). Empty: none, loopback only.
+    /// File with one API key per line (`name:key`). Empty: none, loopback only. A key may stand there as `sha256:` and its
+    /// hash. Rights in brackets behind the name: `name [class=batch limit=4 isolated]:key`. `class` (interactive, normal,
+    /// batch; default normal) is how urgent its requests are, which `x-spark-priority` can lower; `limit` how many it may
+    /// have in flight on this node; `isolated` keeps what it computes in the cache to itself.
     pub api_keys_file: PathBuf,
     /// Largest request body. Default 64 MiB: a 1M-token prompt with tools is about 6 MB, images are more.
     pub max_body: Bytes,
@@ -220,6 +223,17 @@ pub struct Router {
     /// for comparing: `prefix` (the longest known beginning, until that node has 4 more requests in flight), `kv` (tokens
     /// to be computed times requests in flight), `least_load` and `round_robin`.
     pub strategy: Strategy,
+    /// Requests that this node's engine gets at once; more wait in line at the router, where the urgent pass the others.
+    /// 0 (default): as many as `engine.max_num_seqs`, and fewer where more beside each other are seen to gain nothing; no
+    /// bound for an attached engine, whose limits are not known here.
+    pub places: u32,
+    /// Longest line of waiting requests: more get 429 with the seconds after which to try again. Batch gets in while it is
+    /// half full, normal up to three quarters. Default 128.
+    pub queue: u32,
+    /// Leave the line `x-anthropic-billing-header: …`, with which Claude Code begins its system prompt and which is another
+    /// one in every request, out of prompts of the OpenAI endpoints: with it no two prompts begin alike, and nothing is found
+    /// in any cache. The engine does the same by itself on `/v1/messages`. Default true.
+    pub drop_billing_line: bool,
     /// Other names for models: `fast = "nano"` serves `nano` to who asks for `fast`. The answer has the name that was
     /// asked for. A name that an engine itself serves wins.
     pub aliases: BTreeMap<String, String>,
@@ -328,7 +342,15 @@ impl Cluster {
 
 impl Default for Router {
     fn default() -> Self {
-        Self { idle_timeout_s: 600, share: true, strategy: Strategy::Cost, aliases: BTreeMap::new() }
+        Self {
+            idle_timeout_s: 600,
+            share: true,
+            strategy: Strategy::Cost,
+            places: 0,
+            queue: 128,
+            drop_billing_line: true,
+            aliases: BTreeMap::new(),
+        }
     }
 }
 
