@@ -238,6 +238,8 @@ function showBox(e, { view, peer }, now) {
   put(e.querySelector(".model"), engine.served_name || "no model yet");
   const since = engine.since_unix ? ` for ${span(now - engine.since_unix)}` : "";
   const parts = [`Engine ${engine.phase || "unknown"}${since}`, `${engine.running} running`];
+  const inLine = Object.values(engine.waiting ?? {}).reduce((sum, n) => sum + n, 0);
+  if (inLine) parts.push(`${inLine} in line`);
   if (engine.restarts) parts.push(`${engine.restarts} ${engine.restarts === 1 ? "restart" : "restarts"}`);
   put(e.querySelector(".engine"), parts.join(", ") + (engine.reason ? `. ${sentence(engine.reason)}` : "."));
   each(

@@ -9,7 +9,7 @@ use crate::base::frame::Sources;
 use crate::base::units::Bytes;
 use crate::observe::health::Verdict;
 use crate::observe::requests::{Request, Totals};
-use crate::observe::state::{NodeView, PeerView, State, Tier};
+use crate::observe::state::{NodeView, PeerView, State, Tier, Waiting};
 use crate::settings::load;
 
 /// Requests on the screen.
@@ -95,10 +95,11 @@ fn node(view: &NodeView, peer: Option<&PeerView>, now: u64, out: &mut Out) -> st
     let engine = &view.engine;
     let reason = engine.reason.as_deref().map(|why| format!(": {}", clean(why))).unwrap_or_default();
     out.line(&format!(
-        "  engine   {} {}{reason}; {} running, {} restarts; model {}",
+        "  engine   {} {}{reason}; {} running{}, {} restarts; model {}",
         clean(&engine.phase),
         ago(now, engine.since_unix),
         engine.running,
+        in_line(engine.waiting),
         engine.restarts,
         clean(&engine.served_name)
     ))?;
@@ -148,6 +149,15 @@ fn rail_words(rails: &crate::rails::View) -> Option<String> {
     };
     let each: Vec<String> = rails.uses.iter().map(words).collect();
     (!each.is_empty()).then(|| each.join("; "))
+}
+
+/// Who waits for room, where somebody does.
+fn in_line(waiting: Waiting) -> String {
+    if waiting.all() == 0 {
+        return String::new();
+    }
+    let Waiting { interactive, normal, batch } = waiting;
+    format!(", {} in line ({interactive} interactive, {normal} normal, {batch} batch)", waiting.all())
 }
 
 fn peer_words(peer: &PeerView, now: u64, out: &Out) -> String {

@@ -18,8 +18,8 @@ use crate::cluster::{Member, MemberState};
 use crate::engine::{self, Finger, Pulse};
 use crate::observe::health::{Health, HealthFacts, PeerFacts};
 use crate::observe::requests::{Request, Written};
-use crate::observe::state::{CacheState, EngineState, NodeView, PeerView, State, Tier};
-use crate::router::{self, Note, Peer};
+use crate::observe::state::{CacheState, EngineState, NodeView, PeerView, State, Tier, Waiting};
+use crate::router::{self, InLine, Note, Peer};
 use crate::tasks::Kind;
 
 /// Between two pictures.
@@ -304,6 +304,7 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
             served_name: engine.served_name,
             engine_id: engine.engine_id,
             running: beat.pulse.running,
+            waiting: waiting(parts),
         },
         cache: CacheState {
             on: tier.as_ref().map(Result::is_ok),
@@ -323,6 +324,11 @@ fn view(parts: &Parts, beat: &Beat, health: Health) -> NodeView {
         fabric: parts.cluster.carried_by().to_owned(),
         requests,
     }
+}
+
+fn waiting(parts: &Parts) -> Waiting {
+    let InLine { interactive, normal, batch } = parts.router.waiting();
+    Waiting { interactive, normal, batch }
 }
 
 fn tiers(

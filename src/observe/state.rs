@@ -32,6 +32,23 @@ pub struct EngineState {
     pub engine_id: String,
     /// Requests in the engine now.
     pub running: u32,
+    /// Requests in line for room at an engine, by their class.
+    pub waiting: Waiting,
+}
+
+/// Requests in line.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Waiting {
+    pub interactive: usize,
+    pub normal: usize,
+    pub batch: usize,
+}
+
+impl Waiting {
+    pub fn all(self) -> usize {
+        self.interactive + self.normal + self.batch
+    }
 }
 
 /// The cache's switch.

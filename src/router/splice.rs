@@ -168,7 +168,12 @@ impl Mender {
         }
         let mut out = BytesMut::with_capacity(events.len() + 64);
         let mut from = 0;
-        while let Some(length) = first_event(&events[from..]) {
+        loop {
+            // Empty lines beyond an event's own are no event, and pass as they came.
+            let blank = events[from..].iter().take_while(|byte| matches!(byte, b'\n' | b'\r')).count();
+            out.extend_from_slice(&events[from..from + blank]);
+            from += blank;
+            let Some(length) = first_event(&events[from..]) else { break };
             let event = &events[from..from + length];
             if !(self.undo.usage && is_usage_alone(event)) {
                 self.put(event, &mut out);
@@ -381,6 +386,19 @@ mod tests {
         ] {
             assert_eq!(isolated(Endpoint::Messages, before), after);
             assert_eq!(isolated(Endpoint::Plain, before), before);
+        }
+    }
+
+    #[test]
+    fn empty_lines_between_events_pass_and_hide_none() {
+        let usage = "data: {\"choices\":[],\"usage\":{}}\n\n";
+        let stream = format!("data: a\n\n\n{usage}\n\r\n: b\n\n\n");
+        for cut in 0..=stream.len() {
+            let mut mender = Mender::new(Undo { usage: true, alias: None });
+            let parts = [&stream[..cut], &stream[cut..]].map(|part| Bytes::copy_from_slice(part.as_bytes()));
+            let mut out: Vec<u8> = parts.into_iter().flat_map(|part| mender.push(part)).collect();
+            out.extend_from_slice(&mender.rest());
+            assert_eq!(String::from_utf8(out).unwrap(), stream.replace(usage, ""), "cut at {cut}");
         }
     }
 
