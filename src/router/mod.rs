@@ -20,6 +20,7 @@ pub mod chain;
 pub mod coverage;
 mod flight;
 mod foresee;
+#[cfg(any(test, fuzzing))]
 pub mod laws;
 mod line;
 mod miss;
